@@ -1,0 +1,1 @@
+"""One file an algorithm, each read like its paper."""

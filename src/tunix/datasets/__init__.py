@@ -1,0 +1,1 @@
+"""Prompts, chats and tasks: reading, indexing, packing."""

@@ -1,0 +1,1 @@
+"""What an episode acts in: the protocol and the built-in tasks."""

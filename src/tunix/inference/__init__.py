@@ -1,0 +1,1 @@
+"""The generation engine: continuous batching over slots of a key/value cache."""

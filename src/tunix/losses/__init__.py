@@ -1,0 +1,1 @@
+"""Pure functions of arrays: log-probabilities, policy losses, KL estimators, aggregation."""

@@ -1,0 +1,1 @@
+"""Metric sinks: `metrics.jsonl`, TensorBoard."""

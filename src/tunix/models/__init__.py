@@ -1,0 +1,1 @@
+"""Language models and their weights: pure functions over parameter trees, loading, saving."""

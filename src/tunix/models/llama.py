@@ -1,0 +1,283 @@
+"""The Llama family (Llama 2 and 3.x, SmolLM2): pure functions over a plain parameter tree.
+
+One layer function serves training (packed rows, layers stacked and scanned) and generation (a
+key/value cache, layers unrolled); the two differ only in the ``attend`` function they hand to it.
+
+Parameter tree, training form; ``x @ w`` everywhere, so weights are ``[in, out]``::
+
+    embedding                    [vocab, embed]
+    layers/attention_norm        [layer, embed]
+    layers/query                 [layer, embed, heads*head_dim]
+    layers/key, layers/value     [layer, embed, kv_heads*head_dim]
+    layers/output                [layer, heads*head_dim, embed]
+    layers/mlp_norm              [layer, embed]
+    layers/gate, layers/up       [layer, embed, mlp]
+    layers/down                  [layer, mlp, embed]
+    final_norm                   [embed]
+    head                         [vocab, embed]; absent where embeddings are tied
+
+The generation form (``unstack``) is the same with ``layers`` a list of per-layer dictionaries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from tunix.models.attention import cached_attention, packed_attention, write_cache
+
+Params = dict[str, Any]
+Cache = list[tuple[Array, Array]]
+"""Per layer: keys ``[slots, kv_heads, head_dim, positions]``, values ``[slots, kv_heads,
+positions, head_dim]``; keys are stored positions-minor because that is the faster operand."""
+
+Attend = Callable[[Array, Array, Array], Array]
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """RoPE scaling of Llama 3.1 and later: long wavelengths are stretched by ``factor``."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and constants of a Llama model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_epsilon: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: Llama3Scaling | None = None
+    tie_embeddings: bool = False
+
+
+def parameter_shapes(config: LlamaConfig) -> Params:
+    """Return the training-form tree with a shape tuple at each leaf."""
+    c = config
+    width, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer = {
+        "attention_norm": (c.hidden_size,),
+        "query": (c.hidden_size, width),
+        "key": (c.hidden_size, kv_width),
+        "value": (c.hidden_size, kv_width),
+        "output": (width, c.hidden_size),
+        "mlp_norm": (c.hidden_size,),
+        "gate": (c.hidden_size, c.intermediate_size),
+        "up": (c.hidden_size, c.intermediate_size),
+        "down": (c.intermediate_size, c.hidden_size),
+    }
+    shapes: Params = {
+        "embedding": (c.vocab_size, c.hidden_size),
+        "layers": {name: (c.num_layers, *shape) for name, shape in layer.items()},
+        "final_norm": (c.hidden_size,),
+    }
+    if not c.tie_embeddings:
+        shapes["head"] = (c.vocab_size, c.hidden_size)
+    return shapes
+
+
+def initialize(key: PRNGKeyArray, config: LlamaConfig, dtype: Any = jnp.float32) -> Params:
+    """Draw a fresh model in training form.
+
+    Norms are 1, embeddings normal with deviation 0.02, matrices normal with deviation
+    ``in ** -0.5``; the two that write into the residual stream are smaller by
+    ``(2 * layers) ** -0.5`` (Radford et al. 2019, GPT-2, section 2.3).
+    """
+    shapes = parameter_shapes(config)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(
+        shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    drawn = []
+    for (path, shape), k in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
+        name = path[-1].key
+        if name.endswith("norm"):
+            drawn.append(jnp.ones(shape, dtype))
+            continue
+        deviation = 0.02 if name in ("embedding", "head") else shape[-2] ** -0.5
+        if name in ("output", "down"):
+            deviation *= (2 * config.num_layers) ** -0.5
+        drawn.append((jax.random.normal(k, shape) * deviation).astype(dtype))
+    return jax.tree_util.tree_unflatten(treedef, drawn)
+
+
+def unstack(params: Params) -> Params:
+    """Turn the training form into the generation form: fresh buffers, nothing is shared."""
+    num_layers = params["layers"]["query"].shape[0]
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(num_layers)]
+    return {k: v for k, v in params.items() if k != "layers"} | {"layers": layers}
+
+
+def head(params: Params) -> Float[Array, "vocab embed"]:
+    """Return the output projection; it is the embedding where the two are tied."""
+    return params.get("head", params["embedding"])
+
+
+def rms_norm(
+    x: Float[Array, "*batch embed"], weight: Float[Array, " embed"], epsilon: float
+) -> Float[Array, "*batch embed"]:
+    """Root-mean-square norm (Zhang and Sennrich 2019, eq. 4), in at least float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return weight * (wide * scale).astype(x.dtype)
+
+
+def rope_frequencies(config: LlamaConfig) -> Float[Array, " half"]:
+    """Angular frequency of each pair of a head, radians per position (Su et al. 2021, eq. 15).
+
+    With Llama-3 scaling, wavelengths over ``original_max_positions / low_frequency_factor`` are
+    stretched by ``factor``, those under ``/ high_frequency_factor`` kept, in between blended.
+    """
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** -(jnp.arange(half) / half)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (keep + (1 - keep) / scaling.factor)
+
+
+def rope_angles(
+    config: LlamaConfig, positions: Int[Array, "*batch"]
+) -> tuple[Float[Array, "*batch half"], Float[Array, "*batch half"]]:
+    """Cosine and sine of the rotation of each pair at each position."""
+    angle = positions[..., None] * rope_frequencies(config)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "*batch heads head_dim"],
+    cos: Float[Array, "*batch half"],
+    sin: Float[Array, "*batch half"],
+) -> Float[Array, "*batch heads head_dim"]:
+    """Rotate the pairs ``(x[i], x[i + half])`` of each head: half-split RoPE."""
+    first, second = jnp.split(x, 2, axis=-1)
+    cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def layer(
+    config: LlamaConfig,
+    weights: Params,
+    x: Float[Array, "*batch embed"],
+    cos: Float[Array, "*batch half"],
+    sin: Float[Array, "*batch half"],
+    attend: Attend,
+) -> Float[Array, "*batch embed"]:
+    """One transformer block.
+
+    ``attend(query, key, value)`` maps per-head arrays ``[*batch, heads | kv_heads, head_dim]``
+    to a context ``[*batch, heads, head_dim]``.
+    """
+    batch = x.shape[:-1]
+    h = rms_norm(x, weights["attention_norm"], config.rms_norm_epsilon)
+    query = (h @ weights["query"]).reshape(*batch, config.num_heads, config.head_dim)
+    key = (h @ weights["key"]).reshape(*batch, config.num_kv_heads, config.head_dim)
+    value = (h @ weights["value"]).reshape(*batch, config.num_kv_heads, config.head_dim)
+    context = attend(rotate(query, cos, sin), rotate(key, cos, sin), value)
+    x = x + context.reshape(*batch, -1) @ weights["output"]
+    h = rms_norm(x, weights["mlp_norm"], config.rms_norm_epsilon)
+    return x + (jax.nn.silu(h @ weights["gate"]) * (h @ weights["up"])) @ weights["down"]
+
+
+def hidden_states(
+    config: LlamaConfig,
+    params: Params,
+    tokens: Int[Array, "rows length"],
+    positions: Int[Array, "rows length"],
+    segment_ids: Int[Array, "rows length"],
+) -> Float[Array, "rows length embed"]:
+    """Training form: final-norm outputs of packed rows.
+
+    A token sees the earlier tokens of its own segment; ``hidden[:, t]`` predicts
+    ``tokens[:, t + 1]``. The layers are scanned and recomputed in the backward pass, so the activations that live at
+    once are one layer's plus ``[layers, rows, length, embed]``.
+    """
+    cos, sin = rope_angles(config, positions)
+
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        return packed_attention(query, key, value, segment_ids)
+
+    @jax.checkpoint
+    def block(x: Array, weights: Params) -> tuple[Array, None]:
+        return layer(config, weights, x, cos, sin, attend), None
+
+    x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
+    return rms_norm(x, params["final_norm"], config.rms_norm_epsilon)
+
+
+def new_cache(config: LlamaConfig, slots: int, positions: int, dtype: Any = jnp.float32) -> Cache:
+    """An empty cache for ``slots`` sequences of up to ``positions`` tokens."""
+    kv, width = config.num_kv_heads, config.head_dim
+    return [
+        (
+            jnp.zeros((slots, kv, width, positions), dtype),
+            jnp.zeros((slots, kv, positions, width), dtype),
+        )
+        for _ in range(config.num_layers)
+    ]
+
+
+def cached_hidden_states(
+    config: LlamaConfig,
+    params: Params,
+    tokens: Int[Array, "rows length"],
+    positions: Int[Array, "rows length"],
+    slots: Int[Array, " rows"],
+    cache: Cache,
+    window: int,
+) -> tuple[Float[Array, "rows length embed"], Cache]:
+    """Generation form: run ``length`` new tokens of some slots and write their keys and values.
+
+    Decoding is ``length == 1``, a chunk of prompt is ``length > 1``; ``params`` is ``unstack``'s.
+    Each token sees the positions up to its own among the first ``window`` of its slot's cache.
+    Positions outside the cache are not written: that is how a row is made to leave no trace.
+    """
+    cos, sin = rope_angles(config, positions)
+    x = params["embedding"][tokens]
+    written: Cache = []
+    for weights, (keys, values) in zip(params["layers"], cache, strict=True):
+
+        def attend(query: Array, key: Array, value: Array, keys=keys, values=values) -> Array:
+            updated = write_cache(keys, values, key, value, slots, positions)
+            written.append(updated)
+            return cached_attention(query, *updated, slots, positions, window)
+
+        x = layer(config, weights, x, cos, sin, attend)
+    return rms_norm(x, params["final_norm"], config.rms_norm_epsilon), written
+
+
+def logits(params: Params, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
+    """Project hidden states to the vocabulary, accumulating in at least float32."""
+    accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
+    return jnp.einsum("...d,vd->...v", hidden, head(params), preferred_element_type=accumulate)
+
+
+def full_logits(
+    config: LlamaConfig,
+    params: Params,
+    tokens: Int[Array, "rows length"],
+    valid: Bool[Array, "rows length"] | None = None,
+) -> Float[Array, "rows length vocab"]:
+    """Logits at every position of plain right-padded rows: for tests and small inspections."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = jnp.ones_like(tokens) if valid is None else valid.astype(jnp.int32)
+    return logits(params, hidden_states(config, params, tokens, positions, segments))

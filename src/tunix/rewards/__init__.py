@@ -1,0 +1,1 @@
+"""Verifiable rewards: plain functions of a task and its episode."""

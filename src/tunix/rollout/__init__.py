@@ -1,0 +1,1 @@
+"""Playing a policy in an environment: episode runner, collector, publication."""

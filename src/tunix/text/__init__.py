@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, stop sets, incremental detokenisation."""

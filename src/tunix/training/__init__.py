@@ -1,0 +1,1 @@
+"""Learner, optimizer, checkpoint, loop, evaluation: what every algorithm shares."""
