@@ -68,9 +68,9 @@ class TrainingConfig(RunConfig):
     max_gradient_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this global L2 norm."""
     micro_batch_tokens: PositiveInt = 4096
-    """Tokens, padding included, that go through the model at once: memory only, never the result."""
+    """Tokens, padding included, in one pass through the model: memory only, never the result."""
     max_skipped_updates: PositiveInt = 5
-    """Stop after this many updates in a row were skipped for a loss or gradient that is not finite."""
+    """Stop after so many updates in a row were skipped: their loss or gradient was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -108,7 +108,7 @@ class TaskConfig:
     system: str | None = None
     """System message put before each prompt."""
     reward: str | None = None
-    """exact_match, last_number, regex:PATTERN, or my_module:my_function; unset means the task's own."""
+    """exact_match, last_number, regex:PATTERN or my_module:my_function; unset: the task's own."""
     environment: str | None = None
     """my_module:MyEnvironment; unset means one answer a task, judged by the reward."""
     reward_timeout: PositiveFloat = 30.0
@@ -121,6 +121,8 @@ class TaskConfig:
     """Most held-out tasks in an evaluation."""
     evaluation_temperature: NonNegativeFloat = 1.0
     """Temperature of evaluation; 0 is greedy."""
+    success_reward: float = 1.0
+    """Reward from which an episode counts as a success."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -140,6 +142,6 @@ class PolicyGradientConfig(TrainingConfig, SamplingConfig, TaskConfig):
     evaluation_interval: NonNegativeInt = 10
     """Steps between evaluations; 0 means only before the first and after the last step."""
     truncated: Literal["keep", "mask", "zero"] = "keep"
-    """Completions cut at the limit: keep as they are, mask out of the loss, or zero their reward."""
+    """Completions cut at the limit: keep them, mask them out of the loss, or zero their reward."""
     max_invalid_share: Fraction = 0.5
-    """Stop when more than this share of a step's samples, three steps in a row, has no usable reward."""
+    """Stop when in three steps in a row more than this share of samples has no usable reward."""

@@ -208,8 +208,8 @@ def hidden_states(
     """Training form: final-norm outputs of packed rows.
 
     A token sees the earlier tokens of its own segment; ``hidden[:, t]`` predicts
-    ``tokens[:, t + 1]``. The layers are scanned and recomputed in the backward pass, so the activations that live at
-    once are one layer's plus ``[layers, rows, length, embed]``.
+    ``tokens[:, t + 1]``. The layers are scanned and recomputed in the backward pass, so the
+    activations that live at once are one layer's plus ``[layers, rows, length, embed]``.
     """
     cos, sin = rope_angles(config, positions)
 
