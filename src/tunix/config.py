@@ -129,6 +129,8 @@ class TaskConfig:
 class PolicyGradientConfig(TrainingConfig, SamplingConfig, TaskConfig):
     """What every on-policy algorithm for language shares."""
 
+    temperature: PositiveFloat = 1.0
+    """Logits are divided by this before the softmax, in sampling and in training alike."""
     steps: PositiveInt = 100
     """Rounds of collecting and updating."""
     tasks_per_step: PositiveInt = 8

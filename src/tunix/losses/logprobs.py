@@ -65,7 +65,7 @@ def _backward(temperature, saved, gradients):
     to_head = []
     for start in range(0, head.shape[0], VOCABULARY_BLOCK):
         logprobs = _block(hidden, head, start, temperature) - log_total[:, None]
-        # d log p_t / d l_v = [v = t] - p_v (the first part below);  d H / d l_v = -p_v (log p_v + H)
+        # d log p_t / d l_v = [v = t] - p_v, and d H / d l_v = -p_v (log p_v + H)
         slope = -(by_logprob[:, None] + by_entropy[:, None] * (logprobs + entropy[:, None]))
         to_logits = (slope * jnp.exp(logprobs) / temperature).astype(hidden.dtype)
         block = head[start : start + VOCABULARY_BLOCK]
