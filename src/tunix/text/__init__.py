@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, stop sets, incremental detokenisation."""
+"""Text and token ids: tokenizer, chat templates, stop set, incremental detokenisation."""
