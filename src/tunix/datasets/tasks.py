@@ -1,4 +1,4 @@
-"""Tasks from files: columns mapped to prompt and answer, a held-out split, an endless order."""
+"""Tasks from files: columns mapped to prompt and answer, a held-out split."""
 
 from __future__ import annotations
 
@@ -82,23 +82,3 @@ def hold_out(found: Sequence[Task], size: int) -> tuple[list[Task], list[Task]]:
             room -= count[key]
     training = [t for t, key in zip(found, keys, strict=True) if key not in held]
     return training, [t for t, key in zip(found, keys, strict=True) if key in held]
-
-
-class TaskOrder:
-    """An endless, seeded order over tasks by index: position i is a function of (seed, i) alone.
-
-    Each pass over the tasks is shuffled anew and holds each task once.
-    """
-
-    def __init__(self, found: Sequence[Task], seed: int):
-        import grain  # here, since it takes longer to import than all the rest of this layer
-
-        if not found:
-            raise DataError("the dataset holds no tasks")
-        self._tasks = list(found)
-        order = grain.MapDataset.source(list(range(len(found)))).seed(seed).shuffle().repeat()
-        self._order = order
-
-    def __getitem__(self, position: int) -> tuple[Task, int]:
-        """Return the task at a position, and the number of the pass (epoch) it falls in."""
-        return self._tasks[self._order[position]], position // len(self._tasks)

@@ -53,11 +53,14 @@ class Collector:
 
     async def _collect(self, tasks: Sequence[tuple[Task, int]]) -> list[Group]:
         self._gate = asyncio.Semaphore(CONCURRENT_REWARDS)  # it belongs to one loop
-        async with asyncio.TaskGroup() as running:
-            episodes = [
-                [running.create_task(self._episode(task, epoch, i)) for i in range(self.size)]
-                for task, epoch in tasks
-            ]
+        try:
+            async with asyncio.TaskGroup() as running:
+                episodes = [
+                    [running.create_task(self._episode(task, epoch, i)) for i in range(self.size)]
+                    for task, epoch in tasks
+                ]
+        except BaseExceptionGroup as several:  # the first one says what is wrong
+            raise several.exceptions[0] from None
         return [
             Group(task, [e.result() for e in group])
             for (task, _), group in zip(tasks, episodes, strict=True)
@@ -79,13 +82,12 @@ class Collector:
         if self.reward is None:
             return checked(played, {"environment": played.reward})
         try:
-            async with asyncio.timeout(self.reward_timeout):
-                with self.runner.spans("reward"):
-                    if inspect.iscoroutinefunction(self.reward):
-                        given = await self.reward(task, played)
-                    else:
-                        async with self._gate:
-                            given = await call_in_thread(self.reward, task, played)
+            if inspect.iscoroutinefunction(self.reward):
+                async with asyncio.timeout(self.reward_timeout):
+                    given = await self.reward(task, played)
+            else:
+                async with self._gate, asyncio.timeout(self.reward_timeout):
+                    given = await call_in_thread(self.reward, task, played)
         except TimeoutError:
             return replace(played, reward=None, error=f"reward: none after {self.reward_timeout} s")
         except Exception as error:

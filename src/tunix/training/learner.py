@@ -52,7 +52,7 @@ class TrainState:
     optimizer_state: Any
 
 
-def masked_sums(mask: Array, **values: Array) -> Sums:
+def masked_sums(mask: Array, values: dict[str, Array]) -> Sums:
     """Return each of ``values`` as (sum over ``mask``, number of tokens in ``mask``)."""
     count = mask.sum()
     return {name: (jnp.where(mask, value, 0).sum(), count) for name, value in values.items()}

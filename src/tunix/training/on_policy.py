@@ -1,0 +1,352 @@
+"""What on-policy algorithms for language share: tasks, engine, collector, evaluator, packing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from tunix.config import PolicyGradientConfig
+from tunix.datasets import tasks as task_files
+from tunix.datasets.batch import Batch, pack, row_length
+from tunix.datasets.batch import Sequence as PackedSequence
+from tunix.datasets.order import ShuffledOrder
+from tunix.environments.base import Environment, SingleTurn
+from tunix.environments.verifiable import built_in
+from tunix.errors import ConfigError, RunError
+from tunix.inference.engine import Engine
+from tunix.inference.request import SamplingParams
+from tunix.losses.aggregate import Aggregate, token_weights
+from tunix.models.policy import Policy
+from tunix.rewards.resolve import import_object, resolve_reward
+from tunix.rewards.verifiable import Reward
+from tunix.rollout.collector import Collector
+from tunix.rollout.episode import EpisodeRunner
+from tunix.training.evaluation import Evaluator, sample_record
+from tunix.training.learner import LossFunction
+from tunix.training.loop import Observer, TrainingRun
+from tunix.types import Group, Task
+
+BUILT_IN_SIZE = 20_000
+"""Training tasks drawn from a built-in family; all distinct where the family has so many."""
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Training and held-out tasks, and who judges them."""
+
+    training: list[Task]
+    held_out: list[Task]
+    reward: Reward | None
+    make_environment: Callable[[], Environment]
+
+
+def task_source(
+    config: PolicyGradientConfig,
+    tasks: Sequence[Task] | None,
+    reward: Reward | None,
+    environment: Callable[[], Environment] | None,
+) -> TaskSource:
+    """Find tasks, reward and environment: objects where given, else what the config names.
+
+    Raises:
+        ConfigError, DataError: nothing names the tasks or who judges them, or it cannot be read.
+    """
+    training, held_out, own_reward = _tasks(config, tasks)
+    if environment is None and config.environment is not None:
+        environment = import_object(config.environment, "environment")
+    if reward is None and config.reward is not None:
+        reward = resolve_reward(config.reward)
+    if reward is None and environment is None:
+        reward = own_reward
+    if reward is None and environment is None:
+        raise ConfigError(
+            "reward: nothing judges the answers; set reward (exact_match, last_number, "
+            "regex:PATTERN, my_module:my_function) or environment"
+        )
+    return TaskSource(training, held_out, reward, environment or SingleTurn)
+
+
+def _tasks(
+    config: PolicyGradientConfig, tasks: Sequence[Task] | None
+) -> tuple[list[Task], list[Task], Reward | None]:
+    own_reward = None
+    if tasks is not None:
+        training = [t for t in tasks if t.split == "train"]
+        held_out = [t for t in tasks if t.split != "train"]
+    elif config.tasks is None:
+        raise ConfigError("tasks: not set; expected a JSONL file or the name of a built-in task")
+    elif Path(config.tasks).suffix or "/" in config.tasks:
+        training, held_out = _read(config, config.tasks), []
+    else:
+        family = built_in(config.tasks)
+        own_reward = family.reward
+        training = family.tasks(BUILT_IN_SIZE, config.seed)
+        held_out = family.tasks(config.evaluation_size, 0, "held_out")
+    if config.evaluation_tasks is not None:
+        held_out = _read(config, config.evaluation_tasks)
+    if not held_out:
+        training, held_out = task_files.hold_out(training, config.evaluation_size)
+    return training, held_out[: config.evaluation_size], own_reward
+
+
+def _read(config: PolicyGradientConfig, path: str) -> list[Task]:
+    return task_files.tasks(
+        path, prompt=config.prompt_field, answer=config.answer_field, system=config.system
+    )
+
+
+class OnPolicyRun(TrainingRun):
+    """A training run whose batches are collected by the policy itself."""
+
+    @classmethod
+    def open(
+        cls,
+        command: str,
+        config: PolicyGradientConfig,
+        policy: Policy,
+        source: TaskSource,
+        loss: LossFunction,
+        observers: Sequence[Observer],
+        *,
+        minimum_group: int,
+        needs_reference: bool,
+    ) -> OnPolicyRun:
+        """Set up a run; ``minimum_group`` is the number of samples group statistics need.
+
+        Raises:
+            ConfigError: sizes that do not fit each other or the model's context.
+        """
+        _check_sizes(config, policy, minimum_group)
+        run = cls(
+            command=command,
+            config=config,
+            policy=policy,
+            loss=loss,
+            total_steps=config.steps,
+            total_updates=config.steps * config.updates_per_step * config.epochs_per_step,
+            temperature=config.temperature,
+            score="success",
+            sign=1,
+            observers=observers,
+            evaluation_interval=config.evaluation_interval,
+        )
+        run.prepare(config, source, minimum_group, policy.params if needs_reference else None)
+        return run
+
+    def prepare(
+        self, config: PolicyGradientConfig, source: TaskSource, minimum_group: int, reference: Any
+    ) -> None:
+        """Build engine, collector and evaluator."""
+        self.settings = config
+        self.source = source
+        self.minimum_group = minimum_group
+        self.reference = reference
+        self.order = ShuffledOrder(len(source.training), config.seed)
+        longest = config.max_prompt_tokens + config.max_completion_tokens
+        self.engine = Engine(
+            self.policy.config,
+            self.policy.params,
+            slots=config.slots,
+            max_positions=longest,
+            version=0,
+        )
+        runner = EpisodeRunner(
+            self.policy,
+            self.engine,
+            source.make_environment,
+            config.max_prompt_tokens,
+            longest,
+            config.episode_timeout,
+            self.spans,
+        )
+        for task in [*source.held_out, *source.training]:
+            runner.prompt(task)  # a prompt that cannot be used is said before anything is computed
+        sampling = SamplingParams(
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            max_tokens=config.max_completion_tokens,
+            stop_ids=self.policy.stop_ids,
+        )
+        self.collector = Collector(
+            runner,
+            source.reward,
+            sampling,
+            config.group_size,
+            config.seed,
+            config.episode_retries,
+            config.reward_timeout,
+        )
+        greedy = replace(
+            sampling,
+            temperature=config.evaluation_temperature,
+        )
+        judge = replace(self.collector, sampling=greedy, size=1)
+        evaluator = Evaluator(judge, source.held_out, config.success_reward)
+        self.evaluate = evaluator.evaluate if source.held_out else None
+
+    def __enter__(self) -> OnPolicyRun:
+        super().__enter__()
+        if self.step > 0:
+            self.engine.publish(self.learner.params, self.step)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.engine.close()
+        super().__exit__(kind, error, trace)
+
+    def collect(self, step: int) -> list[Group]:
+        """Play the groups of a step with the policy as it stands.
+
+        Raises:
+            RunError: in three steps in a row too many samples had no usable reward.
+        """
+        size = self.settings.tasks_per_step
+        wanted = []
+        for position in range(step * size, (step + 1) * size):
+            index, epoch = self.order[position]
+            wanted.append((self.source.training[index], epoch))
+        with self.spans("rollout"), self.interruptible():
+            groups = self.collector.collect(wanted)
+        if self.settings.truncated == "zero":
+            groups = [_zero_truncated(group) for group in groups]
+        self._check_invalid(groups)
+        return groups
+
+    def pack(
+        self,
+        groups: Sequence[Group],
+        advantages: Float[np.ndarray, "groups size"],
+        trained: Bool[np.ndarray, "groups size"],
+        aggregate: Aggregate,
+    ) -> Batch | None:
+        """Pack the episodes marked in ``trained`` for one update; None where there are none."""
+        with self.spans("pack"):
+            chosen = [
+                (trajectory, float(advantages[g, i]))
+                for g, group in enumerate(groups)
+                for i, trajectory in enumerate(group.trajectories)
+                if trained[g, i]
+            ]
+            if not chosen:
+                return None
+            counts = np.array([t.completion_tokens for t, _ in chosen])
+            weights = token_weights(counts, aggregate, self.settings.max_completion_tokens)
+            sequences = [
+                PackedSequence(
+                    t.tokens,
+                    t.action_mask,
+                    np.full(len(t.tokens), weight),
+                    {
+                        "behaviour_logprobs": t.logprobs.astype(np.float64),
+                        "advantages": np.full(len(t.tokens), advantage),
+                    },
+                )
+                for (t, advantage), weight in zip(chosen, weights, strict=True)
+            ]
+            longest = max(len(s.tokens) for s in sequences)
+            batch = pack(sequences, row_length(longest, self.settings.micro_batch_tokens))
+        if self.reference is None:
+            return batch
+        with self.spans("reference"):
+            scored = self.learner.logprobs(self.reference, batch)
+        return replace(batch, reference_logprobs=scored)
+
+    def finish(self, groups: Sequence[Group]) -> None:
+        """Publish the new policy to the engine and end the step."""
+        with self.spans("publish"):
+            self.engine.publish(self.learner.params, self.step + 1)
+        played = [(g.task, t) for g in groups for t in g.trajectories]
+        shown = [{"step": self.step + 1} | sample_record(*pair) for pair in played[:4]]
+        self.folder.append_samples(shown)
+        tokens = sum(len(t.tokens) for _, t in played)
+        self.finish_step(rollout_metrics(groups, self.settings.success_reward), tokens)
+
+    def trainable(self, groups: Sequence[Group]) -> Bool[np.ndarray, "groups size"]:
+        """Return which samples may enter the loss.
+
+        Those with a usable reward, in a group with at least ``minimum_group`` of them, and, where
+        ``truncated`` is ``mask``, not cut at a limit.
+        """
+        valid = np.stack([group.valid for group in groups])
+        enough = valid.sum(axis=1, keepdims=True) >= self.minimum_group
+        if self.settings.truncated == "mask":
+            ended = [[t.status != "truncated" for t in g.trajectories] for g in groups]
+            return valid & enough & np.array(ended)
+        return valid & enough
+
+    def _check_invalid(self, groups: Sequence[Group]) -> None:
+        played = [t for group in groups for t in group.trajectories]
+        invalid = [t for t in played if t.reward is None]
+        streak = self.counters.get("invalid_in_a_row", 0) + 1
+        too_many = len(invalid) > self.settings.max_invalid_share * len(played)
+        self.counters["invalid_in_a_row"] = streak if too_many else 0
+        if invalid:
+            self.tell(
+                f"step {self.step + 1}: {len(invalid)} of {len(played)} samples have no usable "
+                f"reward and leave the loss; the first says: {invalid[0].error}"
+            )
+        if too_many and streak >= 3:
+            raise RunError(
+                f"in 3 steps in a row more than {self.settings.max_invalid_share:.0%} of the "
+                f"samples had no usable reward ({invalid[0].error}); stopped with the state of "
+                f"step {self.step} saved in {self.folder.path}"
+            )
+
+
+def rollout_metrics(groups: Sequence[Group], success_reward: float) -> dict[str, float]:
+    """Means over the samples with a usable reward; counts over all of a step's samples."""
+    played = [t for group in groups for t in group.trajectories]
+    judged = [t for t in played if t.reward is not None]
+    rewards = np.array([t.reward for t in judged], np.float64)
+    lengths = np.array([t.completion_tokens for t in judged], np.float64)
+    equal = [g for g in groups if g.valid.any() and np.ptp(g.rewards[g.valid]) == 0]
+    metrics = {
+        "reward_mean": float(rewards.mean()) if judged else float("nan"),
+        "reward_std": float(rewards.std()) if judged else float("nan"),
+        "success": float((rewards >= success_reward).mean()) if judged else float("nan"),
+        "completion_tokens_mean": float(lengths.mean()) if judged else float("nan"),
+        "completion_tokens": float(sum(t.completion_tokens for t in played)),
+        "truncated_samples": float(sum(t.status == "truncated" for t in played)),
+        "invalid_samples": float(len(played) - len(judged)),
+        "equal_reward_groups": float(len(equal)),
+    }
+    names = {name for t in judged for name in t.reward_parts}
+    for name in sorted(names - {"reward"}):
+        parts = [t.reward_parts[name] for t in judged if name in t.reward_parts]
+        metrics[f"reward/{name}"] = float(np.mean(parts))
+    return metrics
+
+
+def _zero_truncated(group: Group) -> Group:
+    def judged(t: Any) -> Any:
+        cut = t.status == "truncated" and t.reward is not None
+        return replace(t, reward=0.0) if cut else t
+
+    return Group(group.task, [judged(t) for t in group.trajectories])
+
+
+def _check_sizes(config: PolicyGradientConfig, policy: Policy, minimum_group: int) -> None:
+    if config.group_size < minimum_group:
+        raise ConfigError(
+            f"group_size: {config.group_size}; this algorithm compares the samples of a group and "
+            f"needs at least {minimum_group}"
+        )
+    if config.updates_per_step > config.tasks_per_step:
+        raise ConfigError(
+            f"updates_per_step: {config.updates_per_step} parts of {config.tasks_per_step} groups "
+            "(tasks_per_step); expected at most one part a group"
+        )
+    longest = config.max_prompt_tokens + config.max_completion_tokens
+    if longest > policy.config.max_positions:
+        raise ConfigError(
+            f"max_prompt_tokens + max_completion_tokens: {config.max_prompt_tokens} + "
+            f"{config.max_completion_tokens} = {longest}, more than the model's context of "
+            f"{policy.config.max_positions}"
+        )
