@@ -6,7 +6,7 @@ from tunix.errors import DataError
 
 
 class ShuffledOrder:
-    """Position i is a function of (seed, i) alone; each pass holds every item once, shuffled anew."""
+    """Position i is a function of (seed, i) alone; a pass holds every item once, shuffled anew."""
 
     def __init__(self, size: int, seed: int):
         import grain  # here, since it takes longer to import than all the rest of this layer

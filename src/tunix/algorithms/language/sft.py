@@ -42,7 +42,7 @@ class SFTConfig(TrainingConfig):
     """Supervised fine-tuning."""
 
     data: str | None = None
-    """JSONL file of chats (messages) or of prompt and completion, or the name of a built-in task."""
+    """JSONL file of chats (messages) or of prompt and completion, or a built-in task's name."""
     evaluation_data: str | None = None
     """JSONL file of held-out rows; unset means a share of data."""
     evaluation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
@@ -104,9 +104,8 @@ def train(
     run.evaluate = (lambda: (evaluate(run, held_out, config), [])) if held_out else None
     with run:
         if encoded.cut or encoded.dropped:
-            run.tell(
-                f"rows over {config.max_tokens} tokens: {encoded.cut} cut, {encoded.dropped} dropped"
-            )
+            over = f"{encoded.cut} cut, {encoded.dropped} dropped"
+            run.tell(f"rows over {config.max_tokens} tokens: {over}")
         for step in run.steps():
             with run.spans("pack"):
                 start = step * config.batch_size
