@@ -136,21 +136,28 @@ def _remove_last(names: list[str], name: str) -> None:
 
 def _trace_events(events: list[tuple[str, str, float, float]], origin: float) -> list[dict]:
     """Chrome trace events, each on a lane where it nests in or follows what is there already."""
-    lanes: dict[str, list[tuple[int, list[float]]]] = {}
+    lanes: dict[str, list[list[float]]] = {}
+    numbers: dict[tuple[str, int], int] = {}
     written: list[dict] = []
-    lane_count = 0
     for track, name, start, end in sorted(events, key=lambda e: (e[2], -e[3])):
-        for number, ends in lanes.setdefault(track, []):
-            while ends and ends[-1] <= start:
-                ends.pop()
-            if not ends or end <= ends[-1]:
-                ends.append(end)
-                break
-        else:
-            number = lane_count = lane_count + 1
-            lanes[track].append((number, [end]))
-            label = {"name": "thread_name", "ph": "M", "pid": 1, "tid": number}
+        place = track, _place(lanes.setdefault(track, []), start, end)
+        if place not in numbers:
+            numbers[place] = len(numbers) + 1
+            label = {"name": "thread_name", "ph": "M", "pid": 1, "tid": numbers[place]}
             written.append(label | {"args": {"name": track}})
+        event = {"name": name, "ph": "X", "pid": 1, "tid": numbers[place]}
         at, length = round((start - origin) * 1e6, 1), round((end - start) * 1e6, 1)
-        written.append({"name": name, "ph": "X", "pid": 1, "tid": number, "ts": at, "dur": length})
+        written.append(event | {"ts": at, "dur": length})
     return written
+
+
+def _place(lanes: list[list[float]], start: float, end: float) -> int:
+    """Put a span on the first lane that takes it; a lane holds the ends of its open spans."""
+    for index, ends in enumerate(lanes):
+        while ends and ends[-1] <= start:
+            ends.pop()
+        if not ends or end <= ends[-1]:
+            ends.append(end)
+            return index
+    lanes.append([end])
+    return len(lanes) - 1
