@@ -73,7 +73,9 @@ CONVERSATIONS = [
     _chat(("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye")),
     _chat(("user", "Hi"), ("assistant", "Hello!")),
     _chat(("user", "Count"), ("assistant", "1"), ("user", "on"), ("assistant", "2 and 3")),
-    _chat(("system", "S"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")),
+    _chat(
+        ("system", "S"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("assistant", "a2")
+    ),
     _chat(("user", "think"), ("assistant", "first\n\nsecond\n")),
     _chat(("user", "two"), ("user", "in a row"), ("assistant", "fine")),
     _chat(("user", "unicode"), ("assistant", "👍 größer 你好")),

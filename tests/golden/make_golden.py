@@ -111,7 +111,9 @@ def make_smollm2(model, tokenizer) -> None:
     for key, parameter in model.named_parameters():
         gradient = parameter.grad
         values["gradient_norm/" + key] = gradient.norm().numpy()
-        values["gradient_slice/" + key] = gradient.flatten()[:: max(1, gradient.numel() // 40)].numpy()
+        values["gradient_slice/" + key] = gradient.flatten()[
+            :: max(1, gradient.numel() // 40)
+        ].numpy()
     np.savez_compressed(HERE / "smollm2.npz", **values)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tunix.errors import DataError, ModelError, nearest
 from tunix.models import gguf, huggingface
 from tunix.models.llama import LlamaConfig, Params
@@ -112,7 +114,7 @@ def encode_task(policy: Policy, task: Task) -> list[int]:
     return tokenizer.encode_text(text)
 
 
-def answer_text(policy: Policy, ids: Iterable[int]) -> str:
+def answer_text(policy: Policy, ids: Iterable[int] | np.ndarray) -> str:
     """Text of what the policy emitted, without the stop token at its end and special tokens.
 
     A model without a tokenizer answers in decimal ids separated by spaces.

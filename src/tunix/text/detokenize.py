@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tunix.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
+@runtime_checkable
 class Detokenizer(Protocol):
     """Turns a stream of ids into text. One object serves one stream."""
 

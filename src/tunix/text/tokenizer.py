@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
@@ -179,7 +180,7 @@ class Tokenizer:
         encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Iterable[int] | np.ndarray, skip_special_tokens: bool = False) -> str:
         """Turn ids into text; bytes that form no character become U+FFFD, unused ids nothing."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
