@@ -25,7 +25,7 @@ WITH_MARKERS = (
     "{%- for message in messages %}\n"
     "    {%- if message['role'] == 'assistant' %}\n"
     "        {{- '<|im_start|>assistant\\n' }}\n"
-    "        {%- generation %}{{- (message['content'] or '') + '<|im_end|>' }}{%- endgeneration %}\n"
+    "        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}\n"
     "        {{- '\\n' }}\n    {%- else %}\n"
     "        {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}\n"
     "        {{- '<|im_end|>\\n' }}\n    {%- endif %}\n{%- endfor %}\n"

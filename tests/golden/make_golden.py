@@ -56,7 +56,8 @@ def tiny(name: str) -> transformers.PreTrainedModel:
     model = transformers.LlamaForCausalLM(config).double().eval()
     state = {key: torch.tensor(value).double() for key, value in weights(name).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
     model.tie_weights()
     return model
 
@@ -109,11 +110,9 @@ def make_smollm2(model, tokenizer) -> None:
     loss.backward()
     values["greedy"], values["gaps"] = map(np.array, greedy(model, values["tokens0"].tolist()))
     for key, parameter in model.named_parameters():
-        gradient = parameter.grad
-        values["gradient_norm/" + key] = gradient.norm().numpy()
-        values["gradient_slice/" + key] = gradient.flatten()[
-            :: max(1, gradient.numel() // 40)
-        ].numpy()
+        gradient = parameter.grad.flatten().numpy()
+        values["gradient_norm/" + key] = np.linalg.norm(gradient)
+        values["gradient_slice/" + key] = gradient[:: max(1, gradient.size // 40)]
     np.savez_compressed(HERE / "smollm2.npz", **values)
 
 

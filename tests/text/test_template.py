@@ -1,4 +1,4 @@
-"""Rendered text and ids are those of ``transformers`` (golden), and masks mark the assistant only."""
+"""Rendered text and ids are those of ``transformers`` (golden); masks mark the assistant only."""
 
 import json
 from pathlib import Path
@@ -158,7 +158,7 @@ def test_leading_space_of_an_answer_is_its_own(smollm2_tokenizer):
 
 def test_marker_in_a_set_block_is_refused():
     hidden = turns(
-        ":{% set t %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}{{ t }}"
+        "{% set t %}{% generation %}{{ m.content }}{% endgeneration %}{% endset %}:{{ t }}"
     )
     with pytest.raises(DataError, match="inside a macro or set block"):
         marked(characters(hidden + "aaaa"))

@@ -10,7 +10,7 @@ from tunix.text.tokenizer import Tokenizer
 
 
 def words(adds=None, specials=("<s>", "</s>")):
-    """A word-level tokenizer whose BOS has id 0; ``adds`` is what its post-processor puts in front."""
+    """A word-level tokenizer whose BOS has id 0; its post-processor puts ``adds`` in front."""
     vocab = {token: i for i, token in enumerate([*specials, "<unk>", "a", "b", "c"])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
