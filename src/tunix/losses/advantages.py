@@ -30,4 +30,4 @@ def group_advantages(
     if not normalize:
         return centred
     deviation = jnp.sqrt((centred * centred).sum(axis=1, keepdims=True) / count)
-    return centred / (deviation + epsilon)
+    return centred / jnp.where(deviation > 0, deviation + epsilon, 1)
