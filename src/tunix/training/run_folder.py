@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -73,7 +74,7 @@ class RunFolder:
         if path is None:
             if resume:
                 raise ConfigError("resume: run_folder is not set; name the folder of the run")
-            path = Path("runs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            path = default_folder(command)
         path = Path(path).expanduser()
         if resume and not (path / "config.yaml").is_file():
             raise RunError(f"{path} holds no run to resume; leave out resume to start one there")
@@ -165,6 +166,13 @@ class RunFolder:
                 f"{file.path} cannot be written: {error.strerror or error}; when there is room "
                 f"again, go on with --resume --run_folder {self.path}"
             ) from None
+
+
+def default_folder(command: str) -> Path:
+    """Where a run goes that names no folder: ``runs/COMMAND-DATE-TIME``, one not yet there."""
+    base = Path("runs") / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}"
+    numbered = (base.with_name(f"{base.name}-{n}") for n in itertools.count(2))
+    return next(path for path in itertools.chain([base], numbered) if not path.exists())
 
 
 def _warn(text: str) -> None:
