@@ -6,6 +6,8 @@ are never repeated; causal queries run in blocks that touch only the keys up to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -48,6 +50,37 @@ def packed_attention(
     )
 
 
+def fixed_order_sum(x: Float[Array, "*batch length"]) -> Float[Array, "*batch"]:
+    """Sum over the last axis in one order whatever the other axes, by halving.
+
+    Appended zeros do not change the result either: 64 numbers sum to the same bits as the same
+    64 followed by any number of zeros. ``jnp.sum`` promises neither (on CPU its order changes at
+    4096 elements).
+    """
+    return _halve(x, jnp.add, 0.0)
+
+
+def fixed_order_max(x: Float[Array, "*batch length"]) -> Float[Array, "*batch"]:
+    """Maximum over the last axis, by halving.
+
+    ``jnp.max`` has the same value, but from 4096 elements on XLA on CPU draws what follows it
+    into the same kernel (an optimization barrier does not hinder it), where ``exp`` is another
+    ``exp``; without a reduction every shape uses the same one.
+    """
+    return _halve(x, jnp.maximum, -jnp.inf)
+
+
+def _halve(x: Array, combine: Callable[[Array, Array], Array], neutral: float) -> Array:
+    full = 1 << (x.shape[-1] - 1).bit_length()
+    if full > x.shape[-1]:
+        padding = [(0, 0)] * (x.ndim - 1) + [(0, full - x.shape[-1])]
+        x = jnp.pad(x, padding, constant_values=neutral)
+    while full > 1:
+        full //= 2
+        x = combine(x[..., :full], x[..., full:])
+    return x[..., 0]
+
+
 def write_cache(
     keys: Float[Array, "slots kv_heads head_dim positions"],
     values: Float[Array, "slots kv_heads positions head_dim"],
@@ -71,7 +104,11 @@ def cached_attention(
     positions: Int[Array, "rows length"],
     window: int,
 ) -> Float[Array, "rows length heads head_dim"]:
-    """Attention of new tokens over the first ``window`` cached positions, up to their own."""
+    """Attention of new tokens over the first ``window`` cached positions, up to their own.
+
+    The result has the same bits for every ``window`` that covers the positions and for every
+    number of rows. Cached values beyond a row's position must be finite: they are weighed by 0.
+    """
     rows, length, heads, width = query.shape
     keys, values = keys[:, :, :, :window], values[:, :, :window]
     if length > 1:  # a decode step's rows are the first slots, in order: no copy of the cache
@@ -80,8 +117,13 @@ def cached_attention(
         keys, values = keys[:rows], values[:rows]
     kv = keys.shape[1]
     query = (query * width**-0.5).reshape(rows, length, kv, heads // kv, width)
-    scores = jnp.einsum("btkgd,bkds->bkgts", query, keys, preferred_element_type=query.dtype)
+    folded = query.transpose(0, 2, 3, 1, 4).reshape(rows, kv, -1, width).astype(keys.dtype)
+    scores = jnp.einsum("bkqd,bkds->bkqs", folded, keys)
     visible = jnp.arange(window) <= positions[..., None]
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), axis=-1)
-    context = jnp.einsum("bkgts,bksd->btkgd", weights, values, preferred_element_type=query.dtype)
-    return context.reshape(rows, length, heads, width)
+    visible = jnp.broadcast_to(visible[:, None, None], (rows, kv, heads // kv, length, window))
+    scores = jnp.where(visible.reshape(scores.shape), scores, MASKED)
+    weights = jnp.exp(scores - fixed_order_max(scores)[..., None])
+    total = fixed_order_sum(weights)[..., None]
+    context = (jnp.einsum("bkqs,bksd->bkqd", weights, values) / total).astype(query.dtype)
+    context = context.reshape(rows, kv, heads // kv, length, width)
+    return context.transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, width)

@@ -16,7 +16,13 @@ Parameter tree, training form; ``x @ w`` everywhere, so weights are ``[in, out]`
     final_norm                   [embed]
     head                         [vocab, embed]; absent where embeddings are tied
 
-The generation form (``unstack``) is the same with ``layers`` a list of per-layer dictionaries.
+The generation form (``unstack``) has ``layers`` as a list of per-layer dictionaries whose matrices
+are transposed, ``[out, in]``. That is not taste: measured with XLA on CPU, a row of ``x @ w`` with
+``w`` as ``[in, out]`` changes its last bits with the number of rows (another kernel from 24, 48 or
+64 rows on), while with ``[out, in]`` it is bit-equal for every number of rows from 8 up. The same
+holds for long reductions (another kernel from 4096 elements on), so the generation form adds in an
+order of its own, ``fixed_order_sum``. Together they make a generated token independent of the
+batch it was generated in.
 """
 
 from __future__ import annotations
@@ -30,7 +36,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from tunix.models.attention import cached_attention, packed_attention, write_cache
+from tunix.models.attention import (
+    cached_attention,
+    fixed_order_sum,
+    packed_attention,
+    write_cache,
+)
 
 Params = dict[str, Any]
 Cache = list[tuple[Array, Array]]
@@ -119,9 +130,14 @@ def initialize(key: PRNGKeyArray, config: LlamaConfig, dtype: Any = jnp.float32)
 
 def unstack(params: Params) -> Params:
     """Turn the training form into the generation form: fresh buffers, nothing is shared."""
+
+    def one(i: int) -> Params:
+        # A copy even of what needs no change: jit would hand the trainer's own buffer on.
+        return jax.tree.map(lambda leaf: jnp.copy(leaf[i].T), params["layers"])
+
     num_layers = params["layers"]["query"].shape[0]
-    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(num_layers)]
-    return {k: v for k, v in params.items() if k != "layers"} | {"layers": layers}
+    rest = {name: jnp.copy(leaf) for name, leaf in params.items() if name != "layers"}
+    return rest | {"layers": [one(i) for i in range(num_layers)]}
 
 
 def head(params: Params) -> Float[Array, "vocab embed"]:
@@ -130,12 +146,26 @@ def head(params: Params) -> Float[Array, "vocab embed"]:
 
 
 def rms_norm(
-    x: Float[Array, "*batch embed"], weight: Float[Array, " embed"], epsilon: float
+    x: Float[Array, "*batch embed"],
+    weight: Float[Array, " embed"],
+    epsilon: float,
+    *,
+    fixed_order: bool = False,
 ) -> Float[Array, "*batch embed"]:
     """Root-mean-square norm (Zhang and Sennrich 2019, eq. 4), in at least float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return weight * (wide * scale).astype(x.dtype)
+    if fixed_order:
+        mean = fixed_order_sum(wide * wide)[..., None] / x.shape[-1]
+    else:
+        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return weight * (wide * jax.lax.rsqrt(mean + epsilon)).astype(x.dtype)
+
+
+def linear(
+    x: Float[Array, "*batch inputs"], weight: Float[Array, "_ _"], *, fixed_order: bool = False
+) -> Float[Array, "*batch outputs"]:
+    """``x @ weight``; the weight is ``[in, out]``, or ``[out, in]`` where ``fixed_order``."""
+    return jnp.einsum("...i,oi->...o", x, weight) if fixed_order else x @ weight
 
 
 def rope_frequencies(config: LlamaConfig) -> Float[Array, " half"]:
@@ -181,21 +211,31 @@ def layer(
     cos: Float[Array, "*batch half"],
     sin: Float[Array, "*batch half"],
     attend: Attend,
+    *,
+    fixed_order: bool = False,
 ) -> Float[Array, "*batch embed"]:
     """One transformer block.
 
     ``attend(query, key, value)`` maps per-head arrays ``[*batch, heads | kv_heads, head_dim]``
-    to a context ``[*batch, heads, head_dim]``.
+    to a context ``[*batch, heads, head_dim]``. ``fixed_order`` says that ``weights`` are in
+    generation form and that no result may depend on the number of rows.
     """
     batch = x.shape[:-1]
-    h = rms_norm(x, weights["attention_norm"], config.rms_norm_epsilon)
-    query = (h @ weights["query"]).reshape(*batch, config.num_heads, config.head_dim)
-    key = (h @ weights["key"]).reshape(*batch, config.num_kv_heads, config.head_dim)
-    value = (h @ weights["value"]).reshape(*batch, config.num_kv_heads, config.head_dim)
+
+    def norm(x: Array, name: str) -> Array:
+        return rms_norm(x, weights[name], config.rms_norm_epsilon, fixed_order=fixed_order)
+
+    def project(x: Array, name: str) -> Array:
+        return linear(x, weights[name], fixed_order=fixed_order)
+
+    h = norm(x, "attention_norm")
+    query = project(h, "query").reshape(*batch, config.num_heads, config.head_dim)
+    key = project(h, "key").reshape(*batch, config.num_kv_heads, config.head_dim)
+    value = project(h, "value").reshape(*batch, config.num_kv_heads, config.head_dim)
     context = attend(rotate(query, cos, sin), rotate(key, cos, sin), value)
-    x = x + context.reshape(*batch, -1) @ weights["output"]
-    h = rms_norm(x, weights["mlp_norm"], config.rms_norm_epsilon)
-    return x + (jax.nn.silu(h @ weights["gate"]) * (h @ weights["up"])) @ weights["down"]
+    x = x + project(context.reshape(*batch, -1), "output")
+    h = norm(x, "mlp_norm")
+    return x + project(jax.nn.silu(project(h, "gate")) * project(h, "up"), "down")
 
 
 def hidden_states(
@@ -261,8 +301,9 @@ def cached_hidden_states(
             written.append(updated)
             return cached_attention(query, *updated, slots, positions, window)
 
-        x = layer(config, weights, x, cos, sin, attend)
-    return rms_norm(x, params["final_norm"], config.rms_norm_epsilon), written
+        x = layer(config, weights, x, cos, sin, attend, fixed_order=True)
+    hidden = rms_norm(x, params["final_norm"], config.rms_norm_epsilon, fixed_order=True)
+    return hidden, written
 
 
 def logits(params: Params, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:

@@ -1,0 +1,102 @@
+"""The four things the engine does on the device, each one compiled program per shape.
+
+The cache is donated to each of them: the caller goes on with the returned one. Rows that must
+leave no trace carry a position outside the cache.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from tunix.errors import ModelError
+from tunix.inference.sampling import Draws, Sampled, sample
+from tunix.models import llama
+from tunix.models.llama import Cache, LlamaConfig, Params
+
+
+@partial(jax.jit, static_argnames=("config", "window"), donate_argnames=("cache",))
+def decode(
+    config: LlamaConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, " rows"],
+    positions: Int[Array, " rows"],
+    draws: Draws,
+    window: int,
+) -> tuple[Cache, Sampled]:
+    """Feed one token to each of the first ``rows`` slots and draw the next one.
+
+    ``tokens`` stand at ``positions``; at least 8 rows, fewer would change the arithmetic.
+    """
+    slots = jnp.arange(tokens.shape[0])
+    hidden, cache = llama.cached_hidden_states(
+        config, params, tokens[:, None], positions[:, None], slots, cache, window
+    )
+    return cache, sample(llama.logits(params, hidden[:, 0]), draws)
+
+
+@partial(jax.jit, static_argnames=("config", "window"), donate_argnames=("cache",))
+def prefill(
+    config: LlamaConfig,
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "rows length"],
+    positions: Int[Array, "rows length"],
+    slots: Int[Array, " rows"],
+    window: int,
+) -> Cache:
+    """Write the keys and values of a chunk of prompt for each of some slots."""
+    _, cache = llama.cached_hidden_states(config, params, tokens, positions, slots, cache, window)
+    return cache
+
+
+@partial(jax.jit, static_argnames=("window",), donate_argnames=("cache",))
+def copy(
+    cache: Cache, sources: Int[Array, " pairs"], targets: Int[Array, " pairs"], window: int
+) -> Cache:
+    """Copy the first ``window`` positions of slots to other slots; targets outside are dropped.
+
+    All sources are read before any target is written.
+    """
+    return [
+        (
+            keys.at[targets, :, :, :window].set(keys[sources, :, :, :window], mode="drop"),
+            values.at[targets, :, :window].set(values[sources, :, :window], mode="drop"),
+        )
+        for keys, values in cache
+    ]
+
+
+@partial(jax.jit, donate_argnames=("cache",))
+def clear(cache: Cache, slot: Int[Array, ""]) -> Cache:
+    """Fill a slot with zeros: what is masked is weighed by 0, and 0 times NaN is NaN."""
+    return [(keys.at[slot].set(0), values.at[slot].set(0)) for keys, values in cache]
+
+
+_unstack = jax.jit(llama.unstack)
+
+
+def take_over(config: LlamaConfig, params: Any) -> Params:
+    """Make the engine's own copy, in generation form, of parameters in training form.
+
+    The caller may donate or delete its buffers as soon as this returns. Raises ``ModelError``
+    where a tensor is missing, unknown or of another shape than ``config`` says.
+    """
+    _check(params, llama.parameter_shapes(config), "")
+    return jax.block_until_ready(_unstack(params))
+
+
+def _check(params: Any, shapes: Any, path: str) -> None:
+    if isinstance(shapes, dict):
+        if set(params) != set(shapes):
+            names = sorted(set(params) ^ set(shapes))
+            raise ModelError(f"parameters {path or '/'}: missing or unknown tensors {names}")
+        for name, inner in shapes.items():
+            _check(params[name], inner, f"{path}/{name}")
+    elif tuple(params.shape) != shapes:
+        raise ModelError(f"parameter {path} has shape {tuple(params.shape)}, expected {shapes}")

@@ -1,0 +1,181 @@
+"""The engine: a scheduler in a thread of its own, requests from any asyncio loop or thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from tunix.errors import RunError
+from tunix.inference import device
+from tunix.inference.request import Completion, Request
+from tunix.inference.scheduler import Scheduler
+from tunix.models.llama import LlamaConfig
+
+
+class Engine:
+    """Generates for many callers at once; requests join and leave a running batch at any step.
+
+    ``params`` are in training form and copied, here and in ``publish``. ``slots`` sequences run
+    at once, each of at most ``max_positions`` tokens, prompt and answer together; further
+    requests wait. Close it, or use it as a context manager. Raises ``ConfigError`` and
+    ``ModelError`` as ``Scheduler`` does.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Any,
+        *,
+        slots: int = 64,
+        max_positions: int,
+        version: int = 0,
+    ):
+        self._scheduler = Scheduler(
+            config, params, slots=slots, max_positions=max_positions, version=version
+        )
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._waiting: dict[Future, int | None] = {}
+        """What callers wait for: requests, with their id once the scheduler has them, and
+        publications."""
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="tunix-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        """Version of the parameters that draw the next token."""
+        return self._scheduler.version
+
+    async def generate(self, request: Request) -> Completion:
+        """Generate one completion; cancelling the awaiting task aborts the request.
+
+        Raises ``ConfigError`` for a request that cannot be served, ``ModelError`` where the
+        logits are not finite, ``RunError`` where the engine has failed or is closed.
+        """
+        future = self._submit(request)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._abort([future])
+            raise
+
+    def generate_sync(self, requests: Sequence[Request]) -> list[Completion]:
+        """Generate completions, in the order of the requests; for plain scripts."""
+        futures = [self._submit(request) for request in requests]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            self._abort(futures)
+            raise
+
+    def publish(self, params: Any, version: int) -> None:
+        """Take over new parameters between two steps, without draining; return when done.
+
+        The caller may donate or delete its buffers afterwards. Callable from any thread.
+        """
+        own = device.take_over(self._scheduler.config, params)
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+
+        def install() -> None:
+            self._scheduler.install(own, version)
+            self._resolve(future, None)
+
+        self._post(install, [future])
+        future.result()
+
+    def stats(self) -> dict[str, float]:
+        """Counts and seconds since the start; see ``scheduler.Stats``."""
+        return self._scheduler.stats.as_dict()
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; whoever still waits gets a ``RunError``."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _submit(self, request: Request) -> Future:
+        self._scheduler.validate(request)
+        future: Future = Future()
+        # Marked as running, so that cancelling the asyncio side cannot race with our result.
+        future.set_running_or_notify_cancel()
+
+        def submit() -> None:
+            id = self._scheduler.submit(request, lambda result: self._resolve(future, result))
+            self._waiting[future] = id
+
+        self._post(submit, [future])
+        return future
+
+    def _abort(self, futures: Sequence[Future]) -> None:
+        def abort() -> None:
+            for future in futures:
+                id = self._waiting.get(future)
+                if id is not None:
+                    self._scheduler.abort(id)
+
+        with self._wake:
+            self._inbox.append(abort)
+            self._wake.notify()
+
+    def _post(self, command: Callable[[], None], waiting: Sequence[Future]) -> None:
+        """Hand a command to the thread. Raises ``RunError`` where it no longer runs."""
+        with self._wake:
+            if self._failure is not None:
+                raise RunError(f"the engine failed: {self._failure!r}") from self._failure
+            if self._closing:
+                raise RunError("the engine is closed")
+            self._waiting.update(dict.fromkeys(waiting))
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _resolve(self, future: Future, result: Any) -> None:
+        del self._waiting[future]
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _run(self) -> None:
+        failure: Exception = RunError("the engine was closed before the request was done")
+        try:
+            while self._next_commands():
+                if self._scheduler.has_work:
+                    self._scheduler.step()
+        except BaseException as error:
+            failure = RunError(f"the engine failed: {error!r}")
+            failure.__cause__ = error
+            self._failure = error
+        with self._wake:
+            self._closing = True
+            waiting, self._waiting = list(self._waiting), {}
+        for future in waiting:
+            future.set_exception(failure)
+
+    def _next_commands(self) -> bool:
+        """Sleep while there is nothing to do, run what callers asked for; False to stop."""
+        started = time.perf_counter()
+        with self._wake:
+            while not (self._inbox or self._closing or self._scheduler.has_work):
+                self._wake.wait()
+            if self._closing:
+                return False
+            commands, self._inbox = self._inbox, []
+        self._scheduler.stats.idle_seconds += time.perf_counter() - started
+        for command in commands:
+            command()
+        return True

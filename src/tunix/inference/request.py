@@ -1,0 +1,93 @@
+"""What is asked of the engine and what comes back: a request, its sampling, a completion."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tunix.errors import ConfigError
+
+FinishReason = Literal["stop", "length", "aborted"]
+"""A stop id was sampled, a limit was reached, or the caller gave up."""
+
+MIN_TEMPERATURE = 1e-3
+"""Below this, float32 logits over the temperature lose their meaning: 0 says it plainly."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn; unset filters have no effect.
+
+    ``temperature`` divides the logits; 0 takes the likeliest token, the lowest id among equals,
+    and ignores the filters. ``top_k`` keeps the k likeliest tokens, ``top_p`` of those the
+    smallest set that holds this share of their mass, ``min_p`` the tokens at least this likely
+    relative to the likeliest. Tokens that tie with the last one kept are kept. At most
+    ``max_tokens`` are drawn, the stop token included. Raises ``ConfigError`` for values out of
+    range.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        def check(good: bool, name: str, expected: str) -> None:
+            if not good:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {expected}")
+
+        t = self.temperature
+        check(self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(
+            t == 0 or (math.isfinite(t) and t >= MIN_TEMPERATURE),
+            "temperature",
+            f"0 (greedy) or at least {MIN_TEMPERATURE}",
+        )
+        check(self.top_k is None or self.top_k >= 1, "top_k", "at least 1, or None for no limit")
+        check(0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        check(0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
+        check(all(i >= 0 for i in self.stop_ids), "stop_ids", "token ids, which are not negative")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as token ids, how to go on from it, and the seed of its random numbers.
+
+    The completion is a function of these three and the weights. The token at absolute position p
+    is drawn with the random number ``(seed, p)``: samples of one prompt need different seeds.
+    Raises ``ConfigError`` for an empty prompt or a seed outside [0, 2**64).
+    """
+
+    tokens: list[int]
+    sampling: SamplingParams
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ConfigError("the prompt has no token: the first token needs one to follow")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed is {self.seed}, expected 0 <= seed < 2**64")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The tokens drawn for a request, a final stop token included. All arrays are ``[length]``.
+
+    ``logprobs`` are nats under the tempered distribution with full support (under temperature 1
+    for greedy requests). ``log_kept`` is the log of the mass that the filters kept, 0 where there
+    are none: a token was drawn with log-probability ``logprobs - log_kept``. ``versions`` are the
+    weights that drew each token, ``prefill_version`` the weights that read the prompt (-1 if an
+    abort came first).
+    """
+
+    tokens: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    log_kept: np.ndarray  # float32, <= 0
+    versions: np.ndarray  # int32
+    prefill_version: int
+    finish_reason: FinishReason
