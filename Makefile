@@ -76,7 +76,7 @@ format: .venv/dev
 
 docs: .venv/docs
 	@echo "building the documentation into site/"
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 constraints: .venv/dev .venv/docs
 	@echo "writing the installed versions to constraints.txt"

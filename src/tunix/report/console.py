@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +51,7 @@ class RunConsole:
         begun = f", from step {first_step}" if first_step else ""
         self._print(f"{run_folder}: {total_steps} steps{begun}")
 
-    def step(self, metrics: dict[str, float], times: dict[str, float]) -> None:
+    def step(self, metrics: Mapping[str, float | int], times: Mapping[str, float]) -> None:
         """Print a step's line."""
         step, seconds = int(metrics["step"]), metrics.get("seconds", 0.0)
         left = duration(self.time_left.step(step))
@@ -60,7 +61,7 @@ class RunConsole:
             f"step {step}/{self.total_steps}  {values}  {seconds:.2f} s ({parts})  left {left}"
         )
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    def evaluation(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Print an evaluation's line."""
         self._print(f"step {step}/{self.total_steps}  held-out {evaluation_text(metrics)}")
 
@@ -81,10 +82,10 @@ class LiveConsole(RunConsole):
     def __init__(self, console: Console):
         super().__init__(console)
         self._live: Live | None = None
-        self._rewards: deque[float] = deque(maxlen=HISTORY)
-        self._held_out: deque[float] = deque(maxlen=HISTORY)
-        self._metrics: dict[str, float] = {}
-        self._times: dict[str, float] = {}
+        self._rewards: deque[float | int] = deque(maxlen=HISTORY)
+        self._held_out: deque[float | int] = deque(maxlen=HISTORY)
+        self._metrics: Mapping[str, float | int] = {}
+        self._times: Mapping[str, float] = {}
         self._evaluated = "not yet evaluated"
         self._sample: dict[str, Any] | None = None
 
@@ -98,7 +99,7 @@ class LiveConsole(RunConsole):
         )
         self._live.start()
 
-    def step(self, metrics: dict[str, float], times: dict[str, float]) -> None:
+    def step(self, metrics: Mapping[str, float | int], times: Mapping[str, float]) -> None:
         """Show a step."""
         self._step = int(metrics["step"])
         self._left = self.time_left.step(self._step)
@@ -107,7 +108,7 @@ class LiveConsole(RunConsole):
         self._sample = _last_row(self._folder / "samples.jsonl") or self._sample
         self._refresh()
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    def evaluation(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Show an evaluation."""
         self._evaluated = f"{evaluation_text(metrics)} at step {step}"
         self._held_out.append(metrics.get("success", metrics.get("loss", math.nan)))

@@ -37,7 +37,7 @@ SHOWN: Mapping[str, Shown] = {
 """By the name under which a metric is logged. What is not here is in metrics.jsonl only."""
 
 
-def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+def shown_metrics(metrics: Mapping[str, float | int]) -> list[tuple[str, str]]:
     """(label, text) of the known metrics that are present, in the table's order."""
     rows = []
     for name, shown in SHOWN.items():
@@ -51,7 +51,7 @@ def shown_metrics(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return rows
 
 
-def evaluation_text(metrics: Mapping[str, float]) -> str:
+def evaluation_text(metrics: Mapping[str, float | int]) -> str:
     """Held-out success with its interval, or held-out loss."""
     if "success" in metrics:
         low, high = metrics.get("success_low", math.nan), metrics.get("success_high", math.nan)
