@@ -237,7 +237,7 @@ def _shortest(value: float) -> float:
 
 def _with_scaling(config: LlamaConfig, factors: np.ndarray, path: Path) -> LlamaConfig:
     """Recover Llama 3 scaling from its divisors: all models of the family share these constants."""
-    scaling = Llama3Scaling(_shortest(factors.max()), 1.0, 4.0, 8192)
+    scaling = Llama3Scaling(_shortest(float(factors.max())), 1.0, 4.0, 8192)
     scaled = replace(config, rope_scaling=scaling)
     with jax.enable_x64(True):
         expected = np.asarray(rope_frequencies(config) / rope_frequencies(scaled))

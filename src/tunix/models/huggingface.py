@@ -269,7 +269,7 @@ def save_params(path: Path, config: LlamaConfig, params: Params) -> None:
             array = np.asarray(params[group][name] if group else params[name])
             for tensor in array if group else [array]:
                 matrix = tensor.T if name in loading.MATRICES else tensor
-                file.write(np.ascontiguousarray(matrix).reshape(-1).view(np.uint8))
+                file.write(np.ascontiguousarray(matrix).reshape(-1).view(np.uint8).data)
     os.replace(partial, path)
 
 

@@ -119,7 +119,7 @@ def answer_text(policy: Policy, ids: Iterable[int] | np.ndarray) -> str:
 
     A model without a tokenizer answers in decimal ids separated by spaces.
     """
-    kept = list(ids)
+    kept = [int(i) for i in ids]
     if kept and kept[-1] in policy.stop_ids:
         kept.pop()
     if policy.tokenizer is None:
