@@ -94,13 +94,9 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class TaskConfig:
-    """Where tasks come from and how answers are judged."""
+class JudgeConfig:
+    """How rows become tasks and how answers are judged."""
 
-    tasks: str | None = None
-    """JSONL file of tasks, or the name of a built-in task."""
-    evaluation_tasks: str | None = None
-    """JSONL file of held-out tasks; unset means the built-in's own, or a split of tasks."""
     prompt_field: str = "prompt"
     """Column that holds the prompt: a text or a list of chat messages."""
     answer_field: str = "answer"
@@ -117,12 +113,22 @@ class TaskConfig:
     """Seconds after which an episode is given up."""
     episode_retries: NonNegativeInt = 1
     """How often a failed episode is replaced by a fresh sample of its task."""
+    success_reward: float = 1.0
+    """Reward from which an episode counts as a success."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TaskConfig(JudgeConfig):
+    """Where tasks come from, in training and in its evaluations."""
+
+    tasks: str | None = None
+    """JSONL file of tasks, or the name of a built-in task."""
+    evaluation_tasks: str | None = None
+    """JSONL file of held-out tasks; unset means the built-in's own, or a split of tasks."""
     evaluation_size: PositiveInt = 256
     """Most held-out tasks in an evaluation."""
     evaluation_temperature: NonNegativeFloat = 1.0
     """Temperature of evaluation; 0 is greedy."""
-    success_reward: float = 1.0
-    """Reward from which an episode counts as a success."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
