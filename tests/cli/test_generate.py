@@ -62,7 +62,7 @@ def test_file_to_file(model, tmp_path):
         ({}, ConfigError, "prompt, input: expected exactly one"),
         ({"prompt": "a", "input": "b"}, ConfigError, "prompt, input: expected exactly one"),
         ({"input": "nowhere.jsonl"}, DataError, "nowhere.jsonl"),
-        ({"prompt": "1" * 17}, DataError, r"17 tokens; expected between 1 and max_prompt_tokens"),
+        ({"prompt": "1" * 17}, DataError, r"tokens; expected between 1 and max_prompt_tokens"),
         ({"prompt": "1", "output": "/dev/null/x"}, RunError, "output: /dev/null/x cannot"),
     ],
 )
