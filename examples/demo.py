@@ -104,7 +104,7 @@ def main() -> None:
             seed=seed,
         )
     )
-    tunix.report(run, folder)
+    tunix.show(run, folder)
     first, last = run.evaluations[0]["success"], run.evaluations[-1]["success"]
     print(f"everything is in {folder} ({time.perf_counter() - started:.0f} s)")
     print(f"held-out success: {first:.3f} -> {last:.3f}")

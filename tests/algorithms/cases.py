@@ -6,6 +6,7 @@ A new algorithm joins every law by adding a line to ``CASES``.
 from dataclasses import dataclass
 from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 
 from tests.losses import twins
@@ -48,7 +49,8 @@ def episodes(vocab=96, seed=3):
 
 def grpo_sequences(made, config):
     rewards = np.array([e.reward for e in made]).reshape(GROUPS, SIZE)
-    scores = np.asarray(grpo.advantages(rewards, np.ones(rewards.shape, bool), config)).reshape(-1)
+    valid = jnp.ones(rewards.shape, bool)
+    scores = np.asarray(grpo.advantages(jnp.asarray(rewards), valid, config)).reshape(-1)
     counts = np.array([int(e.action_mask.sum()) for e in made])
     weights = token_weights(counts, config.aggregate, CONSTANT)
     return [

@@ -7,7 +7,7 @@ one episode; a fresh one is made for each.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tunix.types import Message, Task
 
@@ -32,6 +32,7 @@ class Step:
     info: dict[str, Any] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Environment(Protocol):
     """One episode: ``reset`` once, ``step`` until it ends, ``close`` always; async or plain."""
 

@@ -203,7 +203,7 @@ def _total(pairs):
 
 
 def _apply(optimizer, state, gradients, loss):
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
     new = TrainState(optax.apply_updates(state.params, updates), optimizer_state)

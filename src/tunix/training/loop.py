@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +32,7 @@ Evaluate = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 """Returns metrics and samples for people; changes nothing."""
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Something that watches a run: the console, a notebook widget, a test."""
 
