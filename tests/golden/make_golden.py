@@ -17,10 +17,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
-from conversations import CONVERSATIONS, TEMPLATES, TOOLS
-from tokenizers import pre_tokenizers
-from weights import MODELS, tokens, weights
+
+# transformers computes norms, RoPE angles and some softmaxes in float32 whatever the model's dtype.
+# Before it is imported, that word is given the meaning of float64, so that all of it is exact.
+torch.float32 = torch.float = torch.float64
+torch.Tensor.float = torch.Tensor.double
+
+import transformers  # noqa: E402
+from conversations import CONVERSATIONS, TEMPLATES, TOOLS  # noqa: E402
+from tokenizers import pre_tokenizers  # noqa: E402
+from weights import MODELS, tokens, weights  # noqa: E402
 
 HERE = Path(__file__).parent
 GREEDY = 16
@@ -41,7 +47,7 @@ def load_smollm2() -> tuple[transformers.PreTrainedModel, transformers.PreTraine
     """Transformers' own reading of the file, independent of ours."""
     path = smollm2_file()
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     # Transformers overlooks tokenizer.ggml.pre = "smollm"; the tokenizer.json that SmolLM2 was
     # published with, and llama.cpp, cut out single digits first.
@@ -142,7 +148,7 @@ def make_chats(tokenizer) -> None:
 def check(folder: Path) -> None:
     """The saved folder opens, and its model computes what the file's does."""
     reference, reference_tokenizer = load_smollm2()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = model.double().eval()
     for text in TEXTS:
