@@ -1,4 +1,4 @@
-"""The four things the engine does on the device, each one compiled program per shape.
+"""What the engine does on the device, each one compiled program per shape.
 
 The cache is donated to each of them: the caller goes on with the returned one. Rows that must
 leave no trace carry a position outside the cache.
@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from tunix.errors import ModelError
-from tunix.inference.sampling import Draws, Sampled, sample
+from tunix.inference.sampling import sample
 from tunix.models import llama
 from tunix.models.llama import Cache, LlamaConfig, Params
 
@@ -26,10 +26,9 @@ def decode(
     cache: Cache,
     tokens: Int[Array, " rows"],
     positions: Int[Array, " rows"],
-    draws: Draws,
     window: int,
-) -> tuple[Cache, Sampled]:
-    """Feed one token to each of the first ``rows`` slots and draw the next one.
+) -> tuple[Cache, Float[Array, "rows vocab"]]:
+    """Feed one token to each of the first ``rows`` slots; return the logits of the next one.
 
     ``tokens`` stand at ``positions``; at least 8 rows, fewer would change the arithmetic.
     """
@@ -37,7 +36,11 @@ def decode(
     hidden, cache = llama.cached_hidden_states(
         config, params, tokens[:, None], positions[:, None], slots, cache, window
     )
-    return cache, sample(llama.logits(params, hidden[:, 0]), draws)
+    return cache, llama.logits(params, hidden[:, 0])
+
+
+draw = jax.jit(sample)
+"""``sampling.sample``: a program of its own, compiled per number of rows and not per window."""
 
 
 @partial(jax.jit, static_argnames=("config", "window"), donate_argnames=("cache",))

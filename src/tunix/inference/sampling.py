@@ -1,10 +1,11 @@
 """Drawing one token a row: filters as a threshold, then a two-level inverse CDF.
 
 Every filter keeps the tokens whose tempered logit is at or above some value, so a row's filters
-together are one threshold: -inf without filters, the row's maximum for greedy rows. A row's mass
-is then summed in blocks of the vocabulary; one uniform number picks the block and, with what is
-left of it, the token. Nothing is sorted and no noise is drawn per vocabulary entry (measured:
-``jax.random.categorical`` costs half a decode step of a 135M model on CPU).
+together are one threshold, -inf without filters. The vocabulary is cut into strided blocks, token
+``i`` in block ``i % blocks``, because summing over the major axis is the fast direction; one
+uniform number picks the block by its mass and, with what is left of it, the token. Nothing is
+sorted and no noise is drawn per vocabulary entry (measured: ``jax.random.categorical`` costs half
+a decode step of a 135M model on CPU).
 
 All sums are ``fixed_order`` ones, so a row's result does not depend on the number of rows. A
 token whose share of the mass is below about 2**-23 is drawn at the resolution of float32.
@@ -12,31 +13,36 @@ token whose share of the mass is below about 2**-23 is drawn at the resolution o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from tunix.models.attention import fixed_order_max, fixed_order_sum
 
-BLOCK = 256
-"""Tokens per block of the vocabulary."""
+BLOCK, SMALL_BLOCK, SMALL_VOCAB = 256, 16, 4096
+"""Tokens per block of the vocabulary, and of one with at most ``SMALL_VOCAB`` entries."""
+
+
+AnyArray = jax.Array | np.ndarray
 
 
 class Draws(NamedTuple):
     """How each row is drawn; arrays, so that no value of theirs ever recompiles anything."""
 
-    seeds: UInt32[Array, "rows 2"]
+    seeds: UInt32[AnyArray, "rows 2"]
     """High and low word of the request's seed."""
-    positions: Int[Array, " rows"]
+    positions: Int[AnyArray, " rows"]
     """Absolute position of the token to be drawn."""
-    temperature: Float[Array, " rows"]
+    temperature: Float[AnyArray, " rows"]
     """0 means greedy."""
-    top_k: Int[Array, " rows"]
+    top_k: Int[AnyArray, " rows"]
     """0 means no limit."""
-    top_p: Float[Array, " rows"]
-    min_p: Float[Array, " rows"]
+    top_p: Float[AnyArray, " rows"]
+    min_p: Float[AnyArray, " rows"]
 
 
 class Sampled(NamedTuple):
@@ -59,24 +65,40 @@ def sample_at(
     logits: Float[Array, "rows vocab"], draws: Draws, uniform: Float[Array, " rows"]
 ) -> Sampled:
     """Draw as ``sample`` does, with given random numbers from [0, 1)."""
-    vocab = logits.shape[-1]
+    rows, vocab = logits.shape
     greedy = draws.temperature == 0
-    scaled = _blocks(logits / jnp.where(greedy, 1, draws.temperature)[:, None])
-    peak = fixed_order_max(fixed_order_max(scaled))
-    weights = jnp.exp(scaled - peak[:, None, None])
-    total = fixed_order_sum(fixed_order_sum(weights))
+    temperature = jnp.where(greedy, 1, draws.temperature)
+    row = jnp.arange(rows)
 
-    threshold = jnp.where(greedy, peak, _threshold(scaled, weights, peak, draws))
-    kept = jnp.where(scaled >= threshold[:, None, None], weights, 0)
-    mass = fixed_order_sum(kept)
+    # Recomputed wherever it is needed: the branches below would make XLA store it otherwise, and
+    # fresh memory of the size of the logits costs more than the arithmetic.
+    def scaled() -> Array:
+        return _blocks(logits / temperature[:, None])
+
+    peak = fixed_order_max(fixed_order_max(scaled(), axis=1))
+
+    def mass_above(threshold: Array | None) -> Array:
+        weights = jnp.exp(scaled() - peak[:, None, None])
+        if threshold is not None:
+            weights = jnp.where(scaled() >= threshold[:, None, None], weights, 0)
+        return fixed_order_sum(weights, axis=1)
+
+    full = mass_above(None)
+    total = fixed_order_sum(full)
+    threshold = _threshold(scaled, mass_above, peak, draws)
+    filtered = (threshold > -jnp.inf).any()
+    mass = jax.lax.cond(filtered, lambda: mass_above(threshold), lambda: full)
     kept_total = fixed_order_sum(mass)
 
-    target = jnp.where(greedy, 0, uniform) * kept_total
+    target = uniform * kept_total
     block, before = _first_above(mass, target)
-    rows = jnp.arange(logits.shape[0])
-    offset, _ = _first_above(kept[rows, block], target - before)
-    tokens = jnp.minimum(block * scaled.shape[-1] + offset, vocab - 1).astype(jnp.int32)
-    logprobs = scaled[rows, block, offset] - peak - jnp.log(total)
+    inside = scaled()[row, :, block]
+    inside = jnp.where(inside >= threshold[:, None], jnp.exp(inside - peak[:, None]), 0)
+    offset, _ = _first_above(inside, target - before)
+    tokens = jnp.minimum(offset * full.shape[-1] + block, vocab - 1)
+    likeliest = jax.lax.cond(greedy.any(), lambda: _first_at(scaled(), peak), lambda: tokens)
+    tokens = jnp.where(greedy, likeliest, tokens).astype(jnp.int32)
+    logprobs = logits[row, tokens] / temperature - peak - jnp.log(total)
     log_kept = jnp.where(greedy, 0, jnp.log(kept_total / total))
     return Sampled(tokens, logprobs, log_kept)
 
@@ -84,20 +106,29 @@ def sample_at(
 def _uniform(draws: Draws) -> Float[Array, " rows"]:
     """One number from [0, 1) a row; its bits depend on seed and position alone."""
 
-    def one(seed: Array, position: Array) -> Array:
-        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    def one(seed: AnyArray, position: AnyArray) -> Array:
+        key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
         return jax.random.uniform(jax.random.fold_in(key, position), (), jnp.float32)
 
     return jax.vmap(one)(draws.seeds, draws.positions)
 
 
-def _blocks(x: Float[Array, "rows vocab"]) -> Float[Array, "rows blocks width"]:
-    """Cut the vocabulary into blocks; the last is filled up with -inf, which has no mass."""
+def _blocks(x: Float[Array, "rows vocab"]) -> Float[Array, "rows width blocks"]:
+    """Cut the vocabulary into blocks; it is filled up with -inf, which has no mass."""
     rows, vocab = x.shape
-    width = min(BLOCK, vocab)
+    width = BLOCK if vocab > SMALL_VOCAB else SMALL_BLOCK
     if vocab % width:
         x = jnp.pad(x, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf)
-    return x.reshape(rows, -1, width)
+    return x.reshape(rows, width, -1)
+
+
+def _first_at(
+    scaled: Float[Array, "rows width blocks"], peak: Float[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """Lowest token id whose logit is the row's maximum; any id where there is none."""
+    ids = jnp.arange(scaled[0].size, dtype=jnp.int32).reshape(scaled.shape[1:])
+    none = scaled[0].size - 1
+    return jnp.where(scaled == peak[:, None, None], ids, none).min(axis=1).min(axis=1)
 
 
 def _first_above(
@@ -122,56 +153,58 @@ def _first_above(
 
 
 def _threshold(
-    scaled: Float[Array, "rows blocks width"],
-    weights: Float[Array, "rows blocks width"],
+    scaled: Callable[[], Array],
+    mass_above: Callable[[Array], Array],
     peak: Float[Array, " rows"],
     draws: Draws,
 ) -> Float[Array, " rows"]:
     """Lowest tempered logit that a row's filters keep; -inf for a row without filters.
 
-    The search runs only in steps in which some row filters by rank or mass.
+    ``scaled()`` are the tempered logits ``[rows, width, blocks]``, ``mass_above(threshold)`` the
+    mass of each block at or above a threshold. A search runs only in steps in which some row
+    asks for it; what the other rows get does not depend on it.
     """
     by_k, by_p = draws.top_k > 0, draws.top_p < 1
-
-    def search() -> Array:
-        return _search(scaled, weights, jnp.where(by_k, draws.top_k, 2**30), draws.top_p)
-
     lowest = jnp.full_like(peak, -jnp.inf)
-    found = jax.lax.cond((by_k | by_p).any(), search, lambda: lowest)
-    relative = peak + jnp.log(draws.min_p)  # -inf where min_p is 0
-    return jnp.maximum(jnp.where(by_k | by_p, found, lowest), relative)
+
+    def top_k() -> Array:
+        logits = scaled()
+
+        def enough(threshold: Array) -> Array:
+            return (logits >= threshold[:, None, None]).sum((1, 2)) >= draws.top_k
+
+        return jnp.where(by_k, _bisect(lowest, peak, enough), lowest)
+
+    def top_p() -> Array:
+        def mass(threshold: Array) -> Array:
+            return fixed_order_sum(mass_above(threshold))
+
+        aim = jnp.asarray(draws.top_p) * mass(least)
+        return jnp.where(by_p, _bisect(least, peak, lambda t: mass(t) >= aim), least)
+
+    least = jax.lax.cond(by_k.any(), top_k, lambda: lowest)
+    least = jax.lax.cond(by_p.any(), top_p, lambda: least)
+    return jnp.maximum(least, peak + jnp.log(draws.min_p))  # log 0 is -inf: no effect
 
 
-def _search(
-    scaled: Float[Array, "rows blocks width"],
-    weights: Float[Array, "rows blocks width"],
-    top_k: Int[Array, " rows"],
-    top_p: Float[Array, " rows"],
+def _bisect(
+    low: Float[Array, " rows"],
+    high: Float[Array, " rows"],
+    enough: Callable[[Array], Array],
 ) -> Float[Array, " rows"]:
-    """Find the thresholds of top-k, then of top-p within it, by bisection over the floats.
+    """Find each row's highest float from ``low`` to ``high`` for which ``enough`` still holds.
 
-    The bits of a float, as an ordered integer, halve exactly: 32 passes over the logits find the
-    highest value with at least k logits (or that mass) at or above it. Sorting would cost more.
+    ``enough(low)`` holds. Floats are halved by their bits, as integers in the same order, so 32
+    rounds find the exact one.
     """
-    ordered = _ordered(scaled)
 
-    def bisect(low: Array, enough) -> Array:
-        def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-            low, high = bounds
-            middle = low + (high - low) // 2 + (high - low) % 2
-            good = enough(ordered >= middle[:, None, None])
-            return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
+    def halve(_, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2 + (high - low) % 2
+        good = enough(_unordered(middle))
+        return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
 
-        high = jnp.max(ordered, axis=(1, 2))
-        return jax.lax.fori_loop(0, 32, halve, (low, high))[0]
-
-    def mass(keep: Array) -> Array:
-        return fixed_order_sum(fixed_order_sum(jnp.where(keep, weights, 0)))
-
-    lowest = jnp.zeros(scaled.shape[0], jnp.uint32)
-    by_k = bisect(lowest, lambda keep: keep.sum((1, 2)) >= jnp.minimum(top_k, scaled[0].size))
-    aim = top_p * mass(ordered >= by_k[:, None, None])
-    return _unordered(bisect(by_k, lambda keep: mass(keep) >= aim))
+    return _unordered(jax.lax.fori_loop(0, 32, halve, (_ordered(low), _ordered(high)))[0])
 
 
 def _ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:

@@ -83,7 +83,7 @@ class Stats:
 
     def as_dict(self) -> dict[str, float]:
         """Plain numbers; ``compilations`` counts the distinct shapes that were dispatched."""
-        plain = {name: value for name, value in vars(self).items() if name != "shapes"}
+        plain: dict[str, float] = {k: v for k, v in vars(self).items() if k != "shapes"}
         return plain | {"compilations": len(self.shapes)}
 
 
@@ -321,16 +321,16 @@ class Scheduler:
             return
         rows = bucket(int(active[-1]) + 1, MIN_ROWS, self._rows)
         window = bucket(int(table.positions[active].max()) + 1, CHUNK, self._capacity)
-        self.stats.shapes.add(("decode", rows, window))
-        self._cache, sampled = device.decode(
+        self.stats.shapes.update({("decode", rows, window), ("draw", rows)})
+        self._cache, logits = device.decode(
             self.config,
             self._params,
             self._cache,
             table.tokens[:rows],
             table.positions[:rows],
-            table.draws(rows),
             window,
         )
+        sampled = device.draw(logits, table.draws(rows))
         done, failed = table.record(sampled, self.version)
         self.stats.decode_steps += 1
         self.stats.slot_steps += rows

@@ -50,35 +50,38 @@ def packed_attention(
     )
 
 
-def fixed_order_sum(x: Float[Array, "*batch length"]) -> Float[Array, "*batch"]:
-    """Sum over the last axis in one order whatever the other axes, by halving.
+def fixed_order_sum(x: Float[Array, "*shape"], axis: int = -1) -> Float[Array, "*rest"]:
+    """Sum over an axis in one order whatever the size of the others, by halving.
 
     Appended zeros do not change the result either: 64 numbers sum to the same bits as the same
     64 followed by any number of zeros. ``jnp.sum`` promises neither (on CPU its order changes at
     4096 elements).
     """
-    return _halve(x, jnp.add, 0.0)
+    return _halve(x, axis, jnp.add, 0.0)
 
 
-def fixed_order_max(x: Float[Array, "*batch length"]) -> Float[Array, "*batch"]:
-    """Maximum over the last axis, by halving.
+def fixed_order_max(x: Float[Array, "*shape"], axis: int = -1) -> Float[Array, "*rest"]:
+    """Maximum over an axis, by halving.
 
     ``jnp.max`` has the same value, but from 4096 elements on XLA on CPU draws what follows it
     into the same kernel (an optimization barrier does not hinder it), where ``exp`` is another
     ``exp``; without a reduction every shape uses the same one.
     """
-    return _halve(x, jnp.maximum, -jnp.inf)
+    return _halve(x, axis, jnp.maximum, -jnp.inf)
 
 
-def _halve(x: Array, combine: Callable[[Array, Array], Array], neutral: float) -> Array:
-    full = 1 << (x.shape[-1] - 1).bit_length()
-    if full > x.shape[-1]:
-        padding = [(0, 0)] * (x.ndim - 1) + [(0, full - x.shape[-1])]
+def _halve(x: Array, axis: int, combine: Callable[[Array, Array], Array], neutral: float) -> Array:
+    axis = axis % x.ndim
+    length = x.shape[axis]
+    full = 1 << (length - 1).bit_length()
+    if full > length:
+        padding = [(0, full - length if i == axis else 0) for i in range(x.ndim)]
         x = jnp.pad(x, padding, constant_values=neutral)
     while full > 1:
         full //= 2
-        x = combine(x[..., :full], x[..., full:])
-    return x[..., 0]
+        first, second = jnp.split(x, 2, axis)
+        x = combine(first, second)
+    return x.squeeze(axis)
 
 
 def write_cache(
