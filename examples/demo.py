@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import tunix
+from tunix.cli.main import use_compilation_cache
 
 TASK = "arithmetic"
 SFT_STEPS = 400
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None)
     arguments = parser.parse_args()
     seed = arguments.seed
+    use_compilation_cache()
     folder = arguments.folder or Path(f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed}")
     started = time.perf_counter()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tunix.algorithms.language import grpo as grpo_algorithm
 from tunix.algorithms.language import sft as sft_algorithm
+from tunix.cli.commands import fields_by_command
 from tunix.config_parsing import load_config
 from tunix.environments.base import Environment
 from tunix.models.policy import load_policy
@@ -33,7 +34,7 @@ def sft(
         ConfigError, DataError, ModelError: before anything is computed.
         RunError: the run cannot go on; its state is saved.
     """
-    settings = load_config(sft_algorithm.SFTConfig, config)
+    settings = load_config(sft_algorithm.SFTConfig, config, elsewhere=fields_by_command)
     return sft_algorithm.train(settings, data=data, observers=[console_observer(settings.console)])
 
 
@@ -54,7 +55,7 @@ def grpo(
         ConfigError, DataError, ModelError: before anything is computed.
         RunError: the run cannot go on; its state is saved.
     """
-    settings = load_config(grpo_algorithm.GRPOConfig, config)
+    settings = load_config(grpo_algorithm.GRPOConfig, config, elsewhere=fields_by_command)
     return grpo_algorithm.train(
         settings,
         tasks=tasks,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,21 @@ class Sequence:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Packed rows. ``x[row, t]`` speaks of ``tokens[row, t]``; masks are True where it counts."""
+    """Packed rows. ``x[row, t]`` speaks of ``tokens[row, t]``; masks are True where it counts.
 
-    tokens: Int[Array | np.ndarray, "rows length"]
-    positions: Int[Array | np.ndarray, "rows length"]
-    segment_ids: Int[Array | np.ndarray, "rows length"]
+    Arrays are numpy's on the host and jax's within a compiled function.
+    """
+
+    tokens: Int[Any, "rows length"]
+    positions: Int[Any, "rows length"]
+    segment_ids: Int[Any, "rows length"]
     """1, 2, ... by sequence within a row; 0 is padding."""
-    action_mask: Bool[Array | np.ndarray, "rows length"]
-    weights: Float[Array | np.ndarray, "rows length"]
-    behaviour_logprobs: Float[Array | np.ndarray, "rows length"] | None = None
-    advantages: Float[Array | np.ndarray, "rows length"] | None = None
-    reference_logprobs: Float[Array | np.ndarray, "rows length"] | None = None
-    extras: dict[str, Shaped[Array | np.ndarray, "rows length ..."]] = field(default_factory=dict)
+    action_mask: Bool[Any, "rows length"]
+    weights: Float[Any, "rows length"]
+    behaviour_logprobs: Float[Any, "rows length"] | None = None
+    advantages: Float[Any, "rows length"] | None = None
+    reference_logprobs: Float[Any, "rows length"] | None = None
+    extras: dict[str, Shaped[Any, "rows length ..."]] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -18,4 +18,6 @@ class ShuffledOrder:
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return the index of the item at a position, and the pass (epoch) that it falls in."""
-        return int(self._order[position]), position // self.size
+        index = self._order[position]
+        assert index is not None  # a range holds no gaps
+        return int(index), position // self.size

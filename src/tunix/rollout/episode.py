@@ -120,10 +120,15 @@ class EpisodeRunner:
         finally:
             if environment is not None:
                 await self._close(environment)
+        arrays = record.arrays()
         return Trajectory(
             task_id=task.id,
             sample=sample,
-            **record.arrays(),
+            tokens=arrays["tokens"],
+            action_mask=arrays["action_mask"],
+            logprobs=arrays["logprobs"],
+            log_kept=arrays["log_kept"],
+            policy_version=arrays["policy_version"],
             status=record.status,
             reward=record.reward if error is None else None,
             text=record.text,

@@ -68,7 +68,7 @@ def policy_outputs(
     hidden = llama.hidden_states(model, params, batch.tokens, batch.positions, batch.segment_ids)
     size = batch.tokens.size
     mask = jnp.asarray(batch.action_mask).at[:, 0].set(False).reshape(-1)
-    (where,) = jnp.nonzero(mask, size=actions, fill_value=size)
+    where = jnp.flatnonzero(mask, size=actions, fill_value=size)
     before = hidden.reshape(size, -1).at[where - 1].get(mode="clip")
     targets = jnp.asarray(batch.tokens).reshape(-1).at[where].get(mode="clip")
     logprobs, entropy = token_logprobs(before, llama.head(params), targets, temperature)
@@ -141,7 +141,7 @@ class Learner:
     def compilations(self) -> int:
         """How many programs the learner has compiled so far."""
         programs = (self._accumulate, self._apply, self._logprobs)
-        return sum(program._cache_size() for program in programs)
+        return sum(program._cache_size() for program in programs)  # pyright: ignore
 
     def gradients(
         self, batch: Batch

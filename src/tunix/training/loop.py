@@ -78,7 +78,7 @@ class TrainingRun:
     best one, larger is better (``sign`` -1 turns that around).
     """
 
-    command: str
+    folder: RunFolder
     config: TrainingConfig
     policy: Policy
     loss: LossFunction
@@ -93,7 +93,6 @@ class TrainingRun:
 
     step: int = field(init=False, default=0)
     learner: Learner = field(init=False)
-    folder: RunFolder = field(init=False)
     spans: Spans = field(init=False, default_factory=Spans)
     metrics: list[dict[str, float]] = field(init=False, default_factory=list)
     evaluations: list[dict[str, float]] = field(init=False, default_factory=list)
@@ -109,25 +108,19 @@ class TrainingRun:
 
     def __enter__(self) -> TrainingRun:
         self._guard = _InterruptGuard()
-        self.folder = RunFolder.open(
-            self.config.run_folder, self.command, self.config, self.config.resume
+        self.folder.warn = self.tell
+        self.learner = Learner(
+            self.policy.config,
+            self.policy.params,
+            make_optimizer(self.config, self.total_updates),
+            self.loss,
+            temperature=self.temperature,
+            micro_batch_tokens=self.config.micro_batch_tokens,
         )
-        try:
-            self.learner = Learner(
-                self.policy.config,
-                self.policy.params,
-                make_optimizer(self.config, self.total_updates),
-                self.loss,
-                temperature=self.temperature,
-                micro_batch_tokens=self.config.micro_batch_tokens,
-            )
-            self._checkpoints = Checkpoints(
-                self.folder.path / "checkpoints", keep=self.config.keep_checkpoints
-            )
-            self._restore()
-        except BaseException:
-            self.folder.close()
-            raise
+        self._checkpoints = Checkpoints(
+            self.folder.path / "checkpoints", keep=self.config.keep_checkpoints
+        )
+        self._restore()
         for observer in self.observers:
             observer.start(self.folder.path, self.total_steps, self.step)
         self._guard.install()
@@ -144,7 +137,6 @@ class TrainingRun:
             self.spans.write_trace(self.folder.path / "trace.json")
             for observer in self.observers:
                 observer.close()
-            self.folder.close()
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the steps still to do, from 0; evaluates before the very first."""

@@ -29,10 +29,14 @@ from tunix.rollout.episode import EpisodeRunner
 from tunix.training.evaluation import Evaluator, sample_record
 from tunix.training.learner import LossFunction
 from tunix.training.loop import Observer, TrainingRun
+from tunix.training.run_folder import RunFolder
 from tunix.types import Group, Task
 
 BUILT_IN_SIZE = 20_000
 """Training tasks drawn from a built-in family; all distinct where the family has so many."""
+
+CHECKED_PROMPTS = 2_000
+"""Training prompts rendered before the first step, to refuse bad ones early; seconds at most."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +110,10 @@ class OnPolicyRun(TrainingRun):
     @classmethod
     def open(
         cls,
-        command: str,
+        folder: RunFolder,
         config: PolicyGradientConfig,
-        policy: Policy,
         source: TaskSource,
+        policy: Policy,
         loss: LossFunction,
         observers: Sequence[Observer],
         *,
@@ -123,7 +127,7 @@ class OnPolicyRun(TrainingRun):
         """
         _check_sizes(config, policy, minimum_group)
         run = cls(
-            command=command,
+            folder=folder,
             config=config,
             policy=policy,
             loss=loss,
@@ -164,8 +168,12 @@ class OnPolicyRun(TrainingRun):
             config.episode_timeout,
             self.spans,
         )
-        for task in [*source.held_out, *source.training]:
-            runner.prompt(task)  # a prompt that cannot be used is said before anything is computed
+        try:  # a prompt that cannot be used is said before anything is computed
+            for task in [*source.held_out, *source.training[:CHECKED_PROMPTS]]:
+                runner.prompt(task)
+        except BaseException:
+            self.engine.close()
+            raise
         sampling = SamplingParams(
             temperature=config.temperature,
             top_k=config.top_k,

@@ -94,6 +94,12 @@ class RunFolder:
             os.close(lock)
             raise
 
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Append one line to ``metrics.jsonl`` and, by its ``step``, to TensorBoard.
 

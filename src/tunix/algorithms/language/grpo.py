@@ -37,6 +37,7 @@ from tunix.rewards.verifiable import Reward
 from tunix.training.learner import PolicyOutputs, Sums, masked_sums
 from tunix.training.loop import Observer, Run
 from tunix.training.on_policy import OnPolicyRun, task_source
+from tunix.training.run_folder import RunFolder
 from tunix.types import Task
 
 
@@ -73,6 +74,7 @@ def loss(
     outputs: PolicyOutputs, batch: Batch, config: GRPOConfig
 ) -> tuple[Float[Array, "rows length"], Sums]:
     """Per-token loss of eq. 3 and what is logged; each array is ``[rows, length]``."""
+    assert batch.behaviour_logprobs is not None and batch.advantages is not None
     values, clipped = clipped_surrogate(
         outputs.logprobs,
         batch.behaviour_logprobs,
@@ -83,6 +85,7 @@ def loss(
     drift = kl_estimate(batch.behaviour_logprobs, outputs.logprobs, "k3")
     logged = {"entropy": outputs.entropy, "clip_fraction": clipped, "kl": drift}
     if config.kl_coefficient > 0:
+        assert batch.reference_logprobs is not None
         kl = kl_estimate(outputs.logprobs, batch.reference_logprobs, config.kl_estimator)
         values = values + config.kl_coefficient * kl
         logged["kl_reference"] = kl
@@ -106,19 +109,19 @@ def train(
         ConfigError, DataError, ModelError: before anything is computed.
         RunError: the run cannot go on; its state is saved.
     """
-    source = task_source(config, tasks, reward, environment)
-    policy = policy or load_policy(config.model, config.dtype)
-    run = OnPolicyRun.open(
-        "grpo",
-        config,
-        policy,
-        source,
-        partial(loss, config=config),
-        observers,
-        minimum_group=2,
-        needs_reference=config.kl_coefficient > 0,
-    )
-    with run:
+    with (
+        RunFolder.open(config.run_folder, "grpo", config, config.resume) as folder,
+        OnPolicyRun.open(
+            folder,
+            config,
+            task_source(config, tasks, reward, environment),
+            policy or load_policy(config.model, config.dtype),
+            partial(loss, config=config),
+            observers,
+            minimum_group=2,
+            needs_reference=config.kl_coefficient > 0,
+        ) as run,
+    ):
         for step in run.steps():
             groups = run.collect(step)  # tasks_per_step groups of group_size episodes
             batches = []

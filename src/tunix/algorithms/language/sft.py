@@ -33,6 +33,7 @@ from tunix.losses.aggregate import token_weights
 from tunix.models.policy import Policy, load_policy
 from tunix.training.learner import PolicyOutputs, Sums
 from tunix.training.loop import Observer, Run, TrainingRun
+from tunix.training.run_folder import RunFolder
 
 Rows = Iterable[dict[str, Any]]
 
@@ -81,45 +82,44 @@ def train(
         ConfigError, DataError, ModelError: before anything is computed.
         RunError: the run cannot go on; its state is saved.
     """
-    rows = named_rows(config, data)
-    policy = policy or load_policy(config.model, config.dtype)
-    encoded = encode_rows(policy, rows, config.max_tokens, config.too_long)
-    training, held_out = hold_out(config, policy, encoded.examples)
-    whole = config.epochs * len(training)
-    steps = config.steps or math.ceil(whole / config.batch_size)
-    order = ShuffledOrder(len(training), config.seed)
-    run = TrainingRun(
-        command="sft",
-        config=config,
-        policy=policy,
-        loss=loss,
-        total_steps=steps,
-        total_updates=steps,
-        temperature=1.0,
-        score="loss",
-        sign=-1,
-        observers=observers,
-        evaluation_interval=config.evaluation_interval,
-    )
-    run.evaluate = (lambda: (evaluate(run, held_out, config), [])) if held_out else None
-    with run:
-        if encoded.cut or encoded.dropped:
-            over = f"{encoded.cut} cut, {encoded.dropped} dropped"
-            run.tell(f"rows over {config.max_tokens} tokens: {over}")
-        for step in run.steps():
-            with run.spans("pack"):
-                start = step * config.batch_size
-                # the last batch of the last epoch may be short: no row is trained once too often
-                end = (
-                    start + config.batch_size
-                    if config.steps
-                    else min(start + config.batch_size, whole)
-                )
-                batch = pack_examples([training[order[i][0]] for i in range(start, end)], config)
-            run.update(batch)
-            real = int((batch.segment_ids > 0).sum())
-            run.finish_step({"epoch": end / len(training)}, real)
-        return run.result()
+    with RunFolder.open(config.run_folder, "sft", config, config.resume) as folder:
+        rows = named_rows(config, data)
+        policy = policy or load_policy(config.model, config.dtype)
+        encoded = encode_rows(policy, rows, config.max_tokens, config.too_long)
+        training, held_out = hold_out(config, policy, encoded.examples)
+        whole = config.epochs * len(training)
+        steps = config.steps or math.ceil(whole / config.batch_size)
+        run = TrainingRun(
+            folder=folder,
+            config=config,
+            policy=policy,
+            loss=loss,
+            total_steps=steps,
+            total_updates=steps,
+            temperature=1.0,
+            score="loss",
+            sign=-1,
+            observers=observers,
+            evaluation_interval=config.evaluation_interval,
+        )
+        run.evaluate = (lambda: (evaluate(run, held_out, config), [])) if held_out else None
+        with run:
+            if encoded.cut or encoded.dropped:
+                over = f"{encoded.cut} cut, {encoded.dropped} dropped"
+                run.tell(f"rows over {config.max_tokens} tokens: {over}")
+            order = ShuffledOrder(len(training), config.seed)
+            for step in run.steps():
+                start, end = step * config.batch_size, (step + 1) * config.batch_size
+                if config.steps is None:
+                    end = min(end, whole)  # the last batch may be short: no row comes twice
+                with run.spans("pack"):
+                    batch = pack_examples(
+                        [training[order[i][0]] for i in range(start, end)], config
+                    )
+                run.update(batch)
+                real = int((batch.segment_ids > 0).sum())
+                run.finish_step({"epoch": end / len(training)}, real)
+            return run.result()
 
 
 def pack_examples(examples: Sequence[Example], config: SFTConfig) -> Batch:
