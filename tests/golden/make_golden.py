@@ -20,8 +20,11 @@ import torch
 
 # transformers computes norms, RoPE angles and some softmaxes in float32 whatever the model's dtype.
 # Before it is imported, that word is given the meaning of float64, so that all of it is exact.
-torch.float32 = torch.float = torch.float64
-torch.Tensor.float = torch.Tensor.double
+# (Not for ``check``, which compares two models in the same arithmetic, one read from float32.)
+CHECK = sys.argv[1:2] == ["check"]
+if not CHECK:
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
 
 import transformers  # noqa: E402
 from conversations import CONVERSATIONS, TEMPLATES, TOOLS  # noqa: E402
@@ -169,7 +172,7 @@ def check(folder: Path) -> None:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    if sys.argv[1:2] == ["check"]:
+    if CHECK:
         check(Path(sys.argv[2]))
     else:
         make_tiny()
