@@ -302,7 +302,7 @@ class Scheduler:
         sources = np.zeros(size, np.int32)
         targets = np.arange(self._rows, self._rows + size, dtype=np.int32)
         longest = int(self._table.positions[moving].max())
-        for i, slot in enumerate(moving):
+        for i, slot in enumerate(moving.tolist()):
             job = self._in_slot[slot]
             assert job is not None
             target = heapq.heappop(self._free)
@@ -311,7 +311,7 @@ class Scheduler:
             self._table.move(slot, target)
             self._in_slot[target], self._in_slot[slot] = job, None
             job.slot = target
-            heapq.heappush(self._free, int(slot))
+            heapq.heappush(self._free, slot)
         self._dispatch_copy(sources, targets, longest)
 
     def _decode(self) -> None:
@@ -336,7 +336,7 @@ class Scheduler:
         self.stats.slot_steps += rows
         self.stats.busy_slot_steps += len(active)
         self.stats.generated_tokens += len(active)
-        for slot in done:
+        for slot in done.tolist():
             job = self._in_slot[slot]
             assert job is not None
             if slot in failed:

@@ -22,7 +22,6 @@ def _block(hidden: Array, head: Array, start: int, temperature: float) -> Array:
     return jnp.einsum("nd,vd->nv", hidden, block, preferred_element_type=wide) / temperature
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def token_logprobs(
     hidden: Float[Array, "tokens embed"],
     head: Float[Array, "vocab embed"],
@@ -34,6 +33,12 @@ def token_logprobs(
     With ``l = hidden @ head.T / temperature`` and ``p = softmax(l)``: ``log p[target]`` and
     ``H = - sum_v p_v log p_v``, both in nats, over the full vocabulary, both differentiable.
     """
+    logprobs, entropy = _blockwise(hidden, head, targets, temperature)  # pyright: ignore
+    return logprobs, entropy
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _blockwise(hidden, head, targets, temperature):
     return _forward(hidden, head, targets, temperature)[0]
 
 
@@ -76,4 +81,4 @@ def _backward(temperature, saved, gradients):
     return to_hidden, jnp.concatenate(to_head).at[targets].add(direct * hidden), None
 
 
-token_logprobs.defvjp(_forward, _backward)
+_blockwise.defvjp(_forward, _backward)
