@@ -90,7 +90,7 @@ class Engine:
         self._post(install, [future])
         future.result()
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, int | float]:
         """Counts and seconds since the start; see ``scheduler.Stats``."""
         return self._scheduler.stats.as_dict()
 

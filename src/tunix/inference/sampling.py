@@ -86,8 +86,13 @@ def sample_at(
     full = mass_above(None)
     total = fixed_order_sum(full)
     threshold = _threshold(scaled, mass_above, peak, draws)
-    filtered = (threshold > -jnp.inf).any()
-    mass = jax.lax.cond(filtered, lambda: mass_above(threshold), lambda: full)
+    filtered = threshold > -jnp.inf
+
+    def filtered_mass() -> Array:
+        # What is compiled into a branch may round differently: rows without filters keep theirs.
+        return jnp.where(filtered[:, None], mass_above(threshold), full)
+
+    mass = jax.lax.cond(filtered.any(), filtered_mass, lambda: full)
     kept_total = fixed_order_sum(mass)
 
     target = uniform * kept_total
@@ -99,7 +104,7 @@ def sample_at(
     likeliest = jax.lax.cond(greedy.any(), lambda: _first_at(scaled(), peak), lambda: tokens)
     tokens = jnp.where(greedy, likeliest, tokens).astype(jnp.int32)
     logprobs = logits[row, tokens] / temperature - peak - jnp.log(total)
-    log_kept = jnp.where(greedy, 0, jnp.log(kept_total / total))
+    log_kept = jnp.where(greedy, 0, jnp.minimum(jnp.log(kept_total / total), 0))
     return Sampled(tokens, logprobs, log_kept)
 
 

@@ -81,9 +81,9 @@ class Stats:
     idle_seconds: float = 0.0
     shapes: set[tuple] = field(default_factory=set)
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, int | float]:
         """Plain numbers; ``compilations`` counts the distinct shapes that were dispatched."""
-        plain: dict[str, float] = {k: v for k, v in vars(self).items() if k != "shapes"}
+        plain: dict[str, int | float] = {k: v for k, v in vars(self).items() if k != "shapes"}
         return plain | {"compilations": len(self.shapes)}
 
 

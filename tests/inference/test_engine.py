@@ -1,0 +1,183 @@
+"""The engine's thread: requests from asyncio and plain code, publication, failure, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.inference.replay import assert_same, run
+from tunix.errors import ConfigError, RunError
+from tunix.inference import Engine, Request, SamplingParams
+from tunix.inference.scheduler import Scheduler
+
+SIZES = {"slots": 8, "max_positions": 64}
+
+
+def request(seed: int = 0, tokens: int = 10, **filters) -> Request:
+    return Request([1, 2, 3 + seed % 3], SamplingParams(max_tokens=tokens, **filters), seed)
+
+
+@pytest.fixture
+def engine(tiny_config, tiny_params):
+    with Engine(tiny_config, tiny_params, **SIZES) as engine:
+        yield engine
+
+
+def test_async_and_sync_give_what_the_scheduler_gives(engine, tiny_config, tiny_params):
+    requests = [request(seed) for seed in range(20)]
+    expected = run(Scheduler(tiny_config, tiny_params, **SIZES), requests)
+
+    async def gather():
+        return await asyncio.gather(*(engine.generate(r) for r in requests))
+
+    for got in (asyncio.run(gather()), engine.generate_sync(requests)):
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    stats = engine.stats()
+    assert stats["requests_done"] == 40
+    assert stats["generated_tokens"] == 400
+    assert stats["busy_slot_steps"] == 400
+
+
+def test_two_loops_at_once(engine):
+    results = {}
+
+    def ask(seed: int) -> None:
+        results[seed] = asyncio.run(engine.generate(request(seed)))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [0, 1, 2, 3]
+
+
+def test_publish_is_recorded_and_shares_nothing(tiny_config, tiny_params):
+    """The trainer may donate or delete its buffers right after; only new tokens change version."""
+    params = jax.device_put(tiny_params)
+    with Engine(tiny_config, params, **SIZES, version=3) as engine:
+        before = engine.generate_sync([request()])[0]
+        assert set(before.versions.tolist()) == {3}
+        engine.publish(params, 4)
+        jax.jit(lambda p: jax.tree.map(lambda x: x * 2, p), donate_argnums=0)(params)
+        assert params["embedding"].is_deleted()
+        after = engine.generate_sync([request()])[0]
+    assert engine.version == 4
+    assert set(after.versions.tolist()) == {4}
+    np.testing.assert_array_equal(before.logprobs, after.logprobs)
+
+
+def test_publish_while_running(tiny_config, tiny_params):
+    async def main(engine: Engine):
+        long = Request([1, 2], SamplingParams(max_tokens=400, temperature=1.5), 0)
+        tasks = [asyncio.create_task(engine.generate(long)) for _ in range(4)]
+        while engine.stats()["decode_steps"] < 5:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.publish, tiny_params, 1)
+        return await asyncio.gather(*tasks)
+
+    with Engine(tiny_config, tiny_params, slots=8, max_positions=512) as engine:
+        for completion in asyncio.run(main(engine)):
+            assert set(completion.versions.tolist()) == {0, 1}
+            assert (np.diff(completion.versions) >= 0).all()
+
+
+def test_cancelling_aborts(tiny_config, tiny_params):
+    async def main(engine: Engine):
+        long = Request([1], SamplingParams(max_tokens=10_000), 0)
+        tasks = [asyncio.create_task(engine.generate(long)) for _ in range(20)]  # some wait
+        while engine.stats()["decode_steps"] < 3:
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(task.cancelled() for task in tasks)
+        return await engine.generate(request())
+
+    with Engine(tiny_config, tiny_params, slots=8, max_positions=512) as engine:
+        assert len(asyncio.run(main(engine)).tokens) == 10
+        assert engine.stats()["requests_done"] == 21
+
+
+def test_a_bad_request_is_refused_where_it_is_made(engine):
+    with pytest.raises(ConfigError, match="64 tokens"):
+        engine.generate_sync([Request([1] * 64, SamplingParams(max_tokens=1), 0)])
+    with pytest.raises(ConfigError, match="64 tokens"):
+        asyncio.run(engine.generate(Request([1] * 64, SamplingParams(max_tokens=1), 0)))
+
+
+def test_a_failure_of_the_thread_reaches_everyone(tiny_config, tiny_params, monkeypatch):
+    engine = Engine(tiny_config, tiny_params, **SIZES)
+
+    def fail() -> None:
+        raise MemoryError("no memory left")
+
+    monkeypatch.setattr(engine._scheduler, "step", fail)
+
+    async def main():
+        return await asyncio.gather(
+            *(engine.generate(request(seed)) for seed in range(3)), return_exceptions=True
+        )
+
+    results = asyncio.run(main())
+    assert all(isinstance(r, RunError) and "no memory left" in str(r) for r in results)
+    with pytest.raises(RunError, match="no memory left"):
+        engine.generate_sync([request()])
+    with pytest.raises(RunError, match="no memory left"):
+        engine.publish(tiny_params, 1)
+    engine.close()
+
+
+def test_close_ends_those_who_wait(tiny_config, tiny_params):
+    engine = Engine(tiny_config, tiny_params, slots=8, max_positions=512)
+
+    async def main():
+        long = Request([1], SamplingParams(max_tokens=10_000), 0)
+        tasks = [asyncio.create_task(engine.generate(long)) for _ in range(9)]
+        while engine.stats()["decode_steps"] < 2:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.close)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert all(isinstance(r, RunError) and "closed" in str(r) for r in asyncio.run(main()))
+    assert not engine._thread.is_alive()
+    engine.close()
+    with pytest.raises(RunError, match="closed"):
+        engine.generate_sync([request()])
+
+
+def test_nothing_compiles_after_warm_up(tiny_config, tiny_params):
+    """Fifty settings and lengths within the shapes that were seen."""
+    rng = np.random.default_rng(0)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    scheduler = Scheduler(tiny_config, tiny_params, slots=8, max_positions=64)
+    warm = [Request([1] * n, SamplingParams(max_tokens=3), seed=n) for n in (2, 3, 20, 21, 40, 40)]
+    run(scheduler, warm)
+    run(scheduler, warm[:1])
+    scheduler.publish(tiny_params, 1)
+    run(scheduler, [Request([1] * 30, SamplingParams(max_tokens=3), seed=0)])
+    jnp.zeros(3).block_until_ready()
+    compiled.clear()
+    shapes = scheduler.stats.as_dict()["compilations"]
+    for seed in range(50):
+        how = SamplingParams(
+            max_tokens=int(rng.integers(1, 20)),
+            temperature=float(rng.choice([0, 0.3, 0.7, 1.1])),
+            top_k=int(rng.integers(1, 90)),
+            top_p=float(rng.uniform(0.2, 1)),
+            min_p=float(rng.uniform(0, 0.2)),
+            stop_ids=frozenset(rng.integers(0, 96, rng.integers(0, 6)).tolist()),
+        )
+        tokens = rng.integers(0, 96, rng.integers(1, 40)).tolist()
+        run(scheduler, [Request(tokens, how, seed)])
+    assert compiled == []
+    assert scheduler.stats.as_dict()["compilations"] == shapes
