@@ -144,13 +144,11 @@ def _first_above(
     Only indices with mass count; where rounding leaves none above the target, the last one with
     mass is taken. So a token without mass is never drawn.
     """
-    running, step = mass, 1
-    while step < mass.shape[-1]:
-        running = running.at[:, step:].add(running[:, :-step])
-        step *= 2
+    length = mass.shape[-1]
+    running = jnp.einsum("rj,ij->ri", mass, jnp.tri(length, dtype=mass.dtype))
     some = mass > 0
     above = some & (running > target[:, None])
-    last = mass.shape[-1] - 1 - jnp.argmax(some[:, ::-1], axis=-1)
+    last = length - 1 - jnp.argmax(some[:, ::-1], axis=-1)
     index = jnp.where(above.any(-1), jnp.argmax(above, axis=-1), last)
     rows = jnp.arange(mass.shape[0])
     before = jnp.where(index > 0, running[rows, jnp.maximum(index - 1, 0)], 0)

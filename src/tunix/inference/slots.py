@@ -114,7 +114,7 @@ class SlotTable:
     def completion(self, slot: int, prefill_version: int, aborted: bool = False) -> Completion:
         """Copy out what a decoding slot drew."""
         span = slice(self.starts[slot], self.positions[slot] + 1)
-        stopped = bool(np.isin(self.tokens[slot], self.stops[slot]))
+        stopped = bool((self.stops[slot] == self.tokens[slot]).any())
         reason: FinishReason = "aborted" if aborted else "stop" if stopped else "length"
         return Completion(
             tokens=self.drawn[slot, span].copy(),
