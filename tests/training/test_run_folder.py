@@ -118,10 +118,11 @@ def test_steps_may_be_raised_not_lowered(tmp_path):
     assert len(json.loads((tmp_path / "environment.json").read_text())["resumed"]) == 1
 
 
-def test_nothing_to_resume(tmp_path):
-    with pytest.raises(RunError, match="no run to resume"):
-        RunFolder.open(tmp_path / "none", "sft", config(), resume=True)
-    assert not (tmp_path / "none").exists()
+def test_nothing_to_resume(tmp_path, capsys):
+    """A job that is always restarted with --resume starts a run where there is none, and says so."""
+    RunFolder.open(tmp_path / "none", "sft", config(), resume=True).close()
+    assert "no run to resume; starting from the beginning" in capsys.readouterr().err
+    assert (tmp_path / "none" / "config.yaml").exists()
     with pytest.raises(ConfigError, match="run_folder is not set"):
         RunFolder.open(None, "sft", config(), resume=True)
     (tmp_path / "config.yaml").write_text("- 1\n")

@@ -48,6 +48,9 @@ Cache = list[tuple[Array, Array]]
 """Per layer: keys ``[slots, kv_heads, head_dim, positions]``, values ``[slots, kv_heads,
 positions, head_dim]``; keys are stored positions-minor because that is the faster operand."""
 
+KEPT_ACTIVATIONS = 2**28
+"""Bytes of activations that are kept rather than recomputed: a recomputation costs a third more."""
+
 Attend = Callable[[Array, Array, Array], Array]
 
 
@@ -238,6 +241,12 @@ def layer(
     return x + project(jax.nn.silu(project(h, "gate")) * project(h, "up"), "down")
 
 
+def activation_bytes(config: LlamaConfig, tokens: int) -> int:
+    """Rough size in float32 of what all layers would keep for the backward pass, attention apart."""
+    each = 8 * config.hidden_size + 4 * config.intermediate_size
+    return 4 * config.num_layers * tokens * each
+
+
 def hidden_states(
     config: LlamaConfig,
     params: Params,
@@ -248,18 +257,20 @@ def hidden_states(
     """Training form: final-norm outputs of packed rows.
 
     A token sees the earlier tokens of its own segment; ``hidden[:, t]`` predicts
-    ``tokens[:, t + 1]``. The layers are scanned and recomputed in the backward pass, so the
-    activations that live at once are one layer's plus ``[layers, rows, length, embed]``.
+    ``tokens[:, t + 1]``. The layers are scanned. Where their activations are large they are
+    recomputed in the backward pass, so that those that live at once are one layer's plus
+    ``[layers, rows, length, embed]``.
     """
     cos, sin = rope_angles(config, positions)
 
     def attend(query: Array, key: Array, value: Array) -> Array:
         return packed_attention(query, key, value, segment_ids)
 
-    @jax.checkpoint
     def block(x: Array, weights: Params) -> tuple[Array, None]:
         return layer(config, weights, x, cos, sin, attend), None
 
+    if activation_bytes(config, tokens.size) > KEPT_ACTIVATIONS:
+        block = jax.checkpoint(block)
     x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
     return rms_norm(x, params["final_norm"], config.rms_norm_epsilon)
 

@@ -69,7 +69,7 @@ class RunFolder:
 
         Raises:
             ConfigError: ``resume`` without a path, or with a config that differs from the run's.
-            RunError: in use, already holding a run, holding none to resume, or not writable.
+            RunError: in use, already holding a run, or not writable.
         """
         if path is None:
             if resume:
@@ -77,7 +77,9 @@ class RunFolder:
             path = default_folder(command)
         path = Path(path).expanduser()
         if resume and not (path / "config.yaml").is_file():
-            raise RunError(f"{path} holds no run to resume; leave out resume to start one there")
+            # what restarts a job that was killed before it began can say --resume all the same
+            _warn(f"{path} holds no run to resume; starting from the beginning")
+            resume = False
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
