@@ -16,6 +16,7 @@ from tunix.inference import Engine, Request, SamplingParams
 from tunix.inference.scheduler import Scheduler
 
 SIZES = {"slots": 8, "max_positions": 64}
+LONGER = {"slots": 16, "max_positions": 256}
 
 
 def request(seed: int = 0, tokens: int = 10, **filters) -> Request:
@@ -75,14 +76,14 @@ def test_publish_is_recorded_and_shares_nothing(tiny_config, tiny_params):
 
 def test_publish_while_running(tiny_config, tiny_params):
     async def main(engine: Engine):
-        long = Request([1, 2], SamplingParams(max_tokens=400, temperature=1.5), 0)
+        long = Request([1, 2], SamplingParams(max_tokens=250, temperature=1.5), 0)
         tasks = [asyncio.create_task(engine.generate(long)) for _ in range(4)]
         while engine.stats()["decode_steps"] < 5:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(engine.publish, tiny_params, 1)
         return await asyncio.gather(*tasks)
 
-    with Engine(tiny_config, tiny_params, slots=8, max_positions=512) as engine:
+    with Engine(tiny_config, tiny_params, **LONGER) as engine:
         for completion in asyncio.run(main(engine)):
             assert set(completion.versions.tolist()) == {0, 1}
             assert (np.diff(completion.versions) >= 0).all()
@@ -100,7 +101,7 @@ def test_cancelling_aborts(tiny_config, tiny_params):
         assert all(task.cancelled() for task in tasks)
         return await engine.generate(request())
 
-    with Engine(tiny_config, tiny_params, slots=8, max_positions=512) as engine:
+    with Engine(tiny_config, tiny_params, **LONGER) as engine:
         assert len(asyncio.run(main(engine)).tokens) == 10
         assert engine.stats()["requests_done"] == 21
 
@@ -135,11 +136,11 @@ def test_a_failure_of_the_thread_reaches_everyone(tiny_config, tiny_params, monk
 
 
 def test_close_ends_those_who_wait(tiny_config, tiny_params):
-    engine = Engine(tiny_config, tiny_params, slots=8, max_positions=512)
+    engine = Engine(tiny_config, tiny_params, **LONGER)
 
     async def main():
         long = Request([1], SamplingParams(max_tokens=10_000), 0)
-        tasks = [asyncio.create_task(engine.generate(long)) for _ in range(9)]
+        tasks = [asyncio.create_task(engine.generate(long)) for _ in range(20)]
         while engine.stats()["decode_steps"] < 2:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(engine.close)

@@ -70,8 +70,9 @@ def assert_follows(tokens, full, kept):
         assert stats.chisquare(observed, wanted, sum_check=False).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("vocab", [96, 4100])
+@pytest.mark.parametrize(
+    ("vocab", "filters"), [*((96, f) for f in FILTERS), (4100, FILTERS[0]), (4100, FILTERS[-1])]
+)
 def test_frequencies_and_masses_are_exact(vocab, filters):
     logits = np.random.default_rng(vocab).standard_normal(vocab).astype(np.float32) * 2
     full, kept = exact(logits, **filters)
@@ -89,7 +90,7 @@ def test_frequencies_and_masses_are_exact(vocab, filters):
     np.testing.assert_allclose(tokens[0].log_kept, np.log(full[kept].sum()), atol=1e-5)
 
 
-@pytest.mark.parametrize("filters", FILTERS[1::2])
+@pytest.mark.parametrize("filters", [FILTERS[1], FILTERS[-1]])
 def test_the_engine_draws_the_exact_distribution(tiny_config, filters):
     """All 20k requests through slots, a shared prefill, copies and decode steps."""
     params = jax.tree.map(lambda x: x * 3, llama.initialize(jax.random.key(0), tiny_config))

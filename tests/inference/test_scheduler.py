@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tests.inference.replay import alone, assert_same, run
 from tunix.errors import ConfigError, ModelError
 from tunix.inference import Request, SamplingParams
+from tunix.inference import scheduler as scheduling
 from tunix.inference.scheduler import Scheduler
 from tunix.models import llama
 
@@ -80,34 +83,47 @@ def test_300_random_requests_equal_the_same_requests_alone(tiny_config, weights,
         assert_same(results[i], alone(tiny_config, weights, request, results[i], **SIZES))
 
 
-def test_every_row_and_window_bucket_gives_the_same_bits(tiny_config, weights):
+ROWS = {0: 8, 9: 16, 20: 32, 40: 64, 100: 128, 255: 256}
+"""Neighbours, and the rows of a decode step that has room for them and one more."""
+WINDOWS = {10: 64, 70: 128, 200: 256, 400: 512}
+"""Length of the longest neighbour's prompt, and the window that covers it."""
+SOME = [(9, 70), (40, 10), (255, 400)]
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(SOME, id="some"),
+        pytest.param(list(itertools.product(ROWS, WINDOWS)), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_row_and_window_bucket_gives_the_same_bits(tiny_config, weights, pairs):
     """One request beside 0 to 255 others, in a small and in a large cache."""
-    probe = Request(prompt(20), SamplingParams(max_tokens=12, top_p=0.9), seed=5)
+    probe = Request(prompt(20), SamplingParams(max_tokens=4, top_p=0.9), seed=5)
     (expected,) = run(Scheduler(tiny_config, weights[0], slots=8, max_positions=64), [probe])
     scheduler = Scheduler(tiny_config, weights[0], slots=256, max_positions=512)
-    for neighbours in (0, 9, 20, 40, 100, 255):
-        for longest in (10, 70, 200, 400):
-            others = [
-                Request(prompt(longest if i == 0 else 5, i), SamplingParams(max_tokens=2), seed=i)
-                for i in range(neighbours)
-            ]
-            assert_same(run(scheduler, [*others, probe])[-1], expected)
-    kinds = [shape for shape in scheduler.stats.shapes if shape[0] == "decode"]
-    assert {shape[1] for shape in kinds} == {8, 16, 32, 64, 128, 256}
-    assert {shape[2] for shape in kinds} == {64, 128, 256, 512}
+    for neighbours, longest in pairs:
+        draw = SamplingParams(max_tokens=2)
+        lengths = [longest, *[5] * neighbours][:neighbours]
+        others = [Request(prompt(n, i), draw, seed=i) for i, n in enumerate(lengths)]
+        scheduler.stats.shapes.clear()
+        assert_same(run(scheduler, [*others, probe])[-1], expected)
+        window = WINDOWS[longest] if neighbours else 64
+        assert ("decode", ROWS[neighbours], window) in scheduler.stats.shapes
 
 
-def test_a_wider_model_is_invariant_too():
-    """SmolLM2's width and vocabulary, where matrix products take other kernels."""
-    config = llama.LlamaConfig(49152, 576, 1536, 2, 9, 3, 64, 256, tie_embeddings=True)
+@pytest.mark.parametrize("vocab", [8192, pytest.param(49152, marks=pytest.mark.slow)])
+def test_a_wider_model_is_invariant_too(vocab):
+    """SmolLM2's width, where matrix products take other kernels; rows 8 and 64."""
+    config = llama.LlamaConfig(vocab, 576, 1536, 2, 9, 3, 64, 128, tie_embeddings=True)
     params = llama.initialize(jax.random.key(0), config)
     draw = SamplingParams(max_tokens=3, top_k=50, top_p=0.95)
     few, many = (
         run(
             Scheduler(config, params, slots=64, max_positions=128),
-            [Request([i + 1] * (9 + 20 * (i % 5)), draw, seed=i) for i in range(count)],
+            [Request([i + 1] * (9 + 10 * (i % 5)), draw, seed=i) for i in range(count)],
         )
-        for count in (3, 60)
+        for count in (3, 40)
     )
     for one, other in zip(few, many[:3], strict=True):
         assert_same(one, other)
@@ -221,36 +237,38 @@ def test_refusals_name_the_numbers(tiny_config, weights):
             SamplingParams(**{"max_tokens": 1, **bad})
 
 
-def test_abort_frees_the_slot_wherever_the_request_is(tiny_config, weights):
-    scheduler = Scheduler(tiny_config, weights[0], slots=1, max_positions=512)
+def test_abort_frees_the_slot_wherever_the_request_is(tiny_config, weights, monkeypatch):
+    monkeypatch.setattr(scheduling, "PREFILL_TOKENS", 64)
+    sizes = {**SIZES, "slots": 9}  # rounded up to the same 16 rows
+    scheduler = Scheduler(tiny_config, weights[0], **sizes)
     done = []
-    long = Request(prompt(500), SamplingParams(max_tokens=10), 0)
-    ids = [scheduler.submit(long, done.append) for _ in range(2)]
-    scheduler.abort(ids[1])  # waiting
-    scheduler.step()  # 500 positions: some of the prompt is read
-    scheduler.abort(ids[0])  # or drawing already
-    assert [c.finish_reason for c in done] == ["aborted", "aborted"]
+    long = Request(prompt(200), SamplingParams(max_tokens=10), 0)
+    ids = [
+        scheduler.submit(Request([2], SamplingParams(max_tokens=200), seed), done.append)
+        for seed in range(8)
+    ]
+    ids += [scheduler.submit(long, done.append) for _ in range(2)]
+    scheduler.step()
+    scheduler.abort(ids[9])  # waiting
+    scheduler.abort(ids[8])  # half its prompt is read
+    assert [len(c.tokens) for c in done] == [0, 0]
+    scheduler.step()
+    for id in ids:  # drawing; a second time nothing happens
+        scheduler.abort(id)
+    assert [len(c.tokens) for c in done] == [0, 0, *[2] * 8]
+    assert {c.finish_reason for c in done} == {"aborted"}
     assert not scheduler.has_work
-    scheduler.abort(ids[0])  # a second time: nothing
-    id = scheduler.submit(Request([1], SamplingParams(max_tokens=10), 0), done.append)
-    for _ in range(3):
-        scheduler.step()
-    scheduler.abort(id)
-    assert len(done[2].tokens) == 3
     (after,) = run(scheduler, [long])
-    (fresh,) = run(Scheduler(tiny_config, weights[0], slots=1, max_positions=512), [long])
+    (fresh,) = run(Scheduler(tiny_config, weights[0], **sizes), [long])
     assert_same(after, fresh)
 
 
-def test_an_aborted_leader_leaves_the_group_whole(tiny_config, weights):
+def test_an_aborted_leader_leaves_the_group_whole(tiny_config, weights, monkeypatch):
     """The request whose slot a shared prompt is being read into goes; the others get it anew."""
-    sizes = {"slots": 8, "max_positions": 512}
-    busy = [Request(prompt(400, 9 + i), SamplingParams(max_tokens=1), i) for i in range(5)]
-    asked = [Request(prompt(300), SamplingParams(max_tokens=5), seed) for seed in range(3)]
-    scheduler = Scheduler(tiny_config, weights[0], **sizes)
+    monkeypatch.setattr(scheduling, "PREFILL_TOKENS", 64)
+    asked = [Request(prompt(200), SamplingParams(max_tokens=5), seed) for seed in range(3)]
+    scheduler = Scheduler(tiny_config, weights[0], **SIZES)
     done = {}
-    for i, request in enumerate(busy):
-        scheduler.submit(request, lambda c, i=i: done.__setitem__(("busy", i), c))
     ids = [
         scheduler.submit(request, lambda c, i=i: done.__setitem__(i, c))
         for i, request in enumerate(asked)
@@ -260,9 +278,29 @@ def test_an_aborted_leader_leaves_the_group_whole(tiny_config, weights):
     while scheduler.has_work:
         scheduler.step()
     assert done[0].finish_reason == "aborted"
-    expected = run(Scheduler(tiny_config, weights[0], **sizes), asked)
+    expected = run(Scheduler(tiny_config, weights[0], **SIZES), asked)
     for i in (1, 2):
         assert_same(done[i], expected[i])
+
+
+def test_a_long_prompt_stalls_nobody_and_never_mixes_versions(tiny_config, weights, monkeypatch):
+    """Others draw a token a step while it is read; a publication makes it start anew."""
+    monkeypatch.setattr(scheduling, "PREFILL_TOKENS", 64)
+    scheduler = Scheduler(tiny_config, weights[0], **SIZES)
+    done = []
+    scheduler.submit(Request([3], SamplingParams(max_tokens=50), 0), done.append)
+    scheduler.submit(Request(prompt(200), SamplingParams(max_tokens=2), 1), done.append)
+    for version in (1, 2):
+        scheduler.step()
+        scheduler.step()
+        scheduler.publish(weights[version], version)
+    assert scheduler.stats.generated_tokens == 4
+    while scheduler.has_work:
+        scheduler.step()
+    long = done[0]
+    assert long.prefill_version == 2
+    assert_same(long, run(Scheduler(tiny_config, weights[2], version=2, **SIZES),
+                          [Request(prompt(200), SamplingParams(max_tokens=2), 1)])[0])  # fmt: skip
 
 
 def test_weights_that_are_not_finite_fail_their_requests_only(tiny_config, weights):
@@ -282,7 +320,7 @@ def test_rows_follow_the_requests_that_are_left(tiny_config, weights):
         Request(prompt(6, i), SamplingParams(max_tokens=40 if i % 8 == 7 else 2), seed=i)
         for i in range(64)
     ]
-    scheduler = Scheduler(tiny_config, weights[0], slots=64, max_positions=64)
+    scheduler = Scheduler(tiny_config, weights[0], slots=256, max_positions=64)
     completions = run(scheduler, asked)
     assert scheduler.stats.slot_steps < 64 * 4 + 8 * 38
     for i in (7, 63):

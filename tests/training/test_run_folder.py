@@ -119,7 +119,7 @@ def test_steps_may_be_raised_not_lowered(tmp_path):
 
 
 def test_nothing_to_resume(tmp_path, capsys):
-    """A job that is always restarted with --resume starts a run where there is none, and says so."""
+    """A job that is always restarted with --resume starts a run where there is none; it says so."""
     RunFolder.open(tmp_path / "none", "sft", config(), resume=True).close()
     assert "no run to resume; starting from the beginning" in capsys.readouterr().err
     assert (tmp_path / "none" / "config.yaml").exists()

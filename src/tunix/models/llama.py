@@ -242,7 +242,7 @@ def layer(
 
 
 def activation_bytes(config: LlamaConfig, tokens: int) -> int:
-    """Rough size in float32 of what all layers would keep for the backward pass, attention apart."""
+    """Rough size in float32 of what all layers keep for the backward pass, attention apart."""
     each = 8 * config.hidden_size + 4 * config.intermediate_size
     return 4 * config.num_layers * tokens * each
 

@@ -57,10 +57,10 @@ class _Record:
     def add_action(self, done: Completion) -> None:
         """Append what the policy emitted, exactly as the engine sampled it."""
         mask = np.ones(len(done.tokens), bool)
-        self._add(list(done.tokens), mask, done.logprobs, done.log_kept, done.versions)
+        self._add([int(t) for t in done.tokens], mask, done.logprobs, done.log_kept, done.versions)
 
     def _add(self, tokens: list[int], *columns: Any) -> None:
-        self.tokens.extend(int(t) for t in tokens)
+        self.tokens.extend(tokens)
         for (name, parts), column in zip(self.columns.items(), (tokens, *columns), strict=True):
             parts.append(np.asarray(column, COLUMNS[name]))
 

@@ -28,6 +28,9 @@ from tunix.training.learner import Learner, LossFunction
 from tunix.training.optimizer import make_optimizer
 from tunix.training.run_folder import RunFolder
 
+Metrics = dict[str, float | int]
+"""Logged numbers by name; ``step`` and counts may be whole numbers."""
+
 Evaluate = Callable[[], tuple[dict[str, float], list[dict[str, Any]]]]
 """Returns metrics and samples for people; changes nothing."""
 
@@ -40,11 +43,11 @@ class Observer(Protocol):
         """The run begins (or goes on) at ``first_step``."""
         ...
 
-    def step(self, metrics: dict[str, float], times: dict[str, float]) -> None:
+    def step(self, metrics: Metrics, times: dict[str, float]) -> None:
         """A step ended; ``times`` says in seconds where its time went."""
         ...
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    def evaluation(self, step: int, metrics: Metrics) -> None:
         """An evaluation after ``step`` steps ended."""
         ...
 
@@ -63,9 +66,9 @@ class Run:
 
     folder: Path
     policy: Policy
-    metrics: list[dict[str, float]]
+    metrics: list[Metrics]
     """One dictionary a step of this process (not of an earlier, interrupted one)."""
-    evaluations: list[dict[str, float]]
+    evaluations: list[Metrics]
     """One dictionary an evaluation, each with its ``step``; the first is before any update."""
 
 
@@ -94,13 +97,13 @@ class TrainingRun:
     step: int = field(init=False, default=0)
     learner: Learner = field(init=False)
     spans: Spans = field(init=False, default_factory=Spans)
-    metrics: list[dict[str, float]] = field(init=False, default_factory=list)
-    evaluations: list[dict[str, float]] = field(init=False, default_factory=list)
+    metrics: list[Metrics] = field(init=False, default_factory=list)
+    evaluations: list[Metrics] = field(init=False, default_factory=list)
     counters: dict[str, int] = field(init=False, default_factory=dict)
     """Small whole numbers that must survive a resume: streaks, totals."""
     _checkpoints: Checkpoints = field(init=False)
     _best: float = field(init=False, default=-math.inf)
-    _updates: list[dict[str, float]] = field(init=False, default_factory=list)
+    _updates: list[Metrics] = field(init=False, default_factory=list)
     _guard: _InterruptGuard = field(init=False)
     _half_done: bool = field(init=False, default=False)
     """True while the parameters are those of an unfinished step."""
@@ -182,14 +185,14 @@ class TrainingRun:
                 f"after step {self.step} with its state saved in {self.folder.path}"
             )
 
-    def finish_step(self, metrics: dict[str, float], tokens: int) -> None:
+    def finish_step(self, metrics: Metrics, tokens: int) -> None:
         """End the body of a step; ``tokens`` are the real ones (no padding) it worked on."""
         self.step += 1
         self._half_done = False
         means = {name: _mean([u[name] for u in self._updates]) for name in _names(self._updates)}
         if self._updates:
             means["skipped_updates"] = sum(u["skipped_updates"] for u in self._updates)
-        row: dict[str, float] = {"step": self.step} | metrics | means
+        row: Metrics = {"step": self.step} | metrics | means
         self.metrics.append(row | {"tokens": tokens, "updates": len(self._updates)})
 
     def _log_step(self, seconds: float) -> None:
@@ -314,7 +317,7 @@ class _InterruptGuard:
         self.requested = True
 
 
-def _names(rows: list[dict[str, float]]) -> list[str]:
+def _names(rows: list[Metrics]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 

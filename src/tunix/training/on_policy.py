@@ -245,7 +245,7 @@ class OnPolicyRun(TrainingRun):
             if not chosen:
                 return None
             counts = np.array([t.completion_tokens for t, _ in chosen])
-            weights = token_weights(counts, aggregate, self.settings.max_completion_tokens)
+            weights = token_weights(counts, aggregate, float(self.settings.max_completion_tokens))
             sequences = [
                 PackedSequence(
                     t.tokens,
