@@ -166,7 +166,7 @@ def test_nothing_compiles_after_warm_up(tiny_config, tiny_params):
     run(scheduler, warm[:1])
     scheduler.publish(tiny_params, 1)
     run(scheduler, [Request([1] * 30, SamplingParams(max_tokens=3), seed=0)])
-    run(scheduler, [Request([2] * 9, SamplingParams(max_tokens=3), seed=0)])
+    run(scheduler, [Request([2] * 9, SamplingParams(max_tokens=3, top_p=0.5), seed=0)])
     jnp.zeros(3).block_until_ready()
     compiled.clear()
     shapes = scheduler.stats.as_dict()["compilations"]

@@ -12,13 +12,13 @@ from scipy import stats
 
 from tests.inference.replay import run
 from tunix.inference import Request, SamplingParams
-from tunix.inference.device import draw
+from tunix.inference.device import draw, draw_filtered
 from tunix.inference.sampling import Draws, sample_at
 from tunix.inference.scheduler import Scheduler
 from tunix.models import llama
 
 DRAWS = 20_480
-draw_at = jax.jit(sample_at)
+draw_at = jax.jit(partial(sample_at, filtered=True))
 FILTERS = [
     {},
     {"temperature": 0.6},
@@ -78,7 +78,7 @@ def test_frequencies_and_masses_are_exact(vocab, filters):
     full, kept = exact(logits, **filters)
     rows = 256
     everywhere = jnp.broadcast_to(logits, (rows, vocab))
-    many = partial(draw, everywhere)
+    many = partial(draw_filtered if filters else draw, everywhere)
     tokens = []
     for i in range(DRAWS // rows):
         how = draws(rows, **filters)
@@ -125,21 +125,24 @@ def test_ties_are_kept_and_greedy_takes_the_lowest_id():
         uniform = jnp.linspace(0, 0.99, 8)
         s = draw_at(logits, draws(8, **filters), uniform)
         assert set(np.asarray(s.tokens).tolist()) == {7, 33, 90}
-    s = draw(jnp.asarray(logits), draws(8, temperature=0.0))
+    s = draw_filtered(jnp.asarray(logits), draws(8, temperature=0.0))
     np.testing.assert_array_equal(s.tokens, 7)
     np.testing.assert_array_equal(s.log_kept, 0)
 
 
-def test_neighbours_filters_leave_a_row_untouched():
-    """Rows 0-7 without filters, the rest with: the same bits as all without."""
+def test_neighbours_filters_leave_a_filtered_row_untouched():
+    """Whatever search the others ask for; rows without filters are drawn by another program."""
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((16, 96)), jnp.float32)
-    plain, filtered = draws(16), draws(16, top_k=7, top_p=0.5, min_p=0.1)
-    mixed = Draws(*(np.concatenate([a[:8], b[8:]]) for a, b in zip(plain, filtered, strict=True)))
-    once = draw
-    for one, other in zip(once(logits, plain), once(logits, mixed), strict=True):
-        np.testing.assert_array_equal(one[:8], other[:8])
-    for one, other in zip(once(logits, filtered), once(logits, mixed), strict=True):
-        np.testing.assert_array_equal(one[8:], other[8:])
+    everything = draws(16, top_k=7, top_p=0.5, min_p=0.1)
+    for filters in ({"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.0}):
+        own = draws(16, **filters)
+        mixed = Draws(
+            *(np.concatenate([a[:8], b[8:]]) for a, b in zip(own, everything, strict=True))
+        )
+        for one, other in zip(
+            draw_filtered(logits, own), draw_filtered(logits, mixed), strict=True
+        ):
+            np.testing.assert_array_equal(one[:8], other[:8])
 
 
 def test_random_numbers_are_those_of_seed_and_position():

@@ -83,7 +83,7 @@ def test_300_random_requests_equal_the_same_requests_alone(tiny_config, weights,
         assert_same(results[i], alone(tiny_config, weights, request, results[i], **SIZES))
 
 
-ROWS = {0: 8, 9: 16, 20: 32, 40: 64, 100: 128, 255: 256}
+ROWS = {0: 8, 9: 32, 40: 128, 255: 256}
 """Neighbours, and the rows of a decode step that has room for them and one more."""
 WINDOWS = {10: 64, 70: 128, 200: 256, 400: 512}
 """Length of the longest neighbour's prompt, and the window that covers it."""
@@ -315,14 +315,14 @@ def test_weights_that_are_not_finite_fail_their_requests_only(tiny_config, weigh
 
 
 def test_rows_follow_the_requests_that_are_left(tiny_config, weights):
-    """Requests that last are moved down once they would fill half the rows; same bits."""
+    """Requests that last are moved down once they fit a smaller step; same bits."""
     asked = [
         Request(prompt(6, i), SamplingParams(max_tokens=40 if i % 8 == 7 else 2), seed=i)
         for i in range(64)
     ]
     scheduler = Scheduler(tiny_config, weights[0], slots=256, max_positions=64)
     completions = run(scheduler, asked)
-    assert scheduler.stats.slot_steps < 64 * 4 + 8 * 38
+    assert scheduler.stats.slot_steps <= 128 * 2 + 32 + 8 * 38  # without: 128 * 40
     for i in (7, 63):
         (single,) = run(Scheduler(tiny_config, weights[0], slots=8, max_positions=64), [asked[i]])
         assert_same(completions[i], single)

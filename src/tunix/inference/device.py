@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tunix.errors import ModelError
-from tunix.inference.sampling import sample
+from tunix.inference.sampling import sample, sample_filtered
 from tunix.models import llama
 from tunix.models.llama import Cache, LlamaConfig, Params
 
@@ -41,6 +41,9 @@ def decode(
 
 draw = jax.jit(sample)
 """``sampling.sample``: a program of its own, compiled per number of rows and not per window."""
+
+draw_filtered = jax.jit(sample_filtered)
+"""``sampling.sample_filtered``, run beside ``draw`` in steps in which some row needs it."""
 
 
 @partial(jax.jit, static_argnames=("config", "window"), donate_argnames=("cache",))

@@ -53,6 +53,11 @@ class SamplingParams:
         check(0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
         check(all(i >= 0 for i in self.stop_ids), "stop_ids", "token ids, which are not negative")
 
+    @property
+    def filtered(self) -> bool:
+        """Whether drawing takes more than the tempered distribution as it is."""
+        return self.temperature == 0 or self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True)
 class Request:

@@ -54,58 +54,61 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Float[Array, "rows vocab"], draws: Draws) -> Sampled:
-    """Draw one token a row with the random number of ``(seed, position)``.
+    """Draw one token a row with the random number of ``(seed, position)``, ignoring filters.
 
     Rows whose logits are not finite get some token in range and a log-probability of NaN.
     """
-    return sample_at(logits, draws, _uniform(draws))
+    return sample_at(logits, draws, _uniform(draws), filtered=False)
+
+
+def sample_filtered(logits: Float[Array, "rows vocab"], draws: Draws) -> Sampled:
+    """Draw like ``sample``, but obey filters and temperature 0.
+
+    A program of its own, because what the compiler makes of the rest differs in the last bit
+    where there are filters: a row is to be taken from the same one whatever its neighbours ask.
+    """
+    return sample_at(logits, draws, _uniform(draws), filtered=True)
 
 
 def sample_at(
-    logits: Float[Array, "rows vocab"], draws: Draws, uniform: Float[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    draws: Draws,
+    uniform: Float[Array, " rows"],
+    *,
+    filtered: bool,
 ) -> Sampled:
-    """Draw as ``sample`` does, with given random numbers from [0, 1)."""
+    """Draw with given random numbers from [0, 1)."""
     rows, vocab = logits.shape
-    greedy = draws.temperature == 0
+    greedy = jnp.asarray(draws.temperature) == 0
     temperature = jnp.where(greedy, 1, draws.temperature)
-    row = jnp.arange(rows)
+    scaled = _blocks(logits / temperature[:, None])
+    peak = fixed_order_max(fixed_order_max(scaled, axis=1))
 
-    # Recomputed wherever it is needed: the branches below would make XLA store it otherwise, and
-    # fresh memory of the size of the logits costs more than the arithmetic.
-    def scaled() -> Array:
-        return _blocks(logits / temperature[:, None])
+    def mass_above(threshold: Array) -> Array:
+        weights = jnp.exp(scaled - peak[:, None, None])
+        return fixed_order_sum(jnp.where(scaled >= threshold[:, None, None], weights, 0), axis=1)
 
-    peak = fixed_order_max(fixed_order_max(scaled(), axis=1))
-
-    def mass_above(threshold: Array | None) -> Array:
-        weights = jnp.exp(scaled() - peak[:, None, None])
-        if threshold is not None:
-            weights = jnp.where(scaled() >= threshold[:, None, None], weights, 0)
-        return fixed_order_sum(weights, axis=1)
-
-    full = mass_above(None)
-    total = fixed_order_sum(full)
-    threshold = _threshold(scaled, mass_above, peak, draws)
-    filtered = threshold > -jnp.inf
-
-    def filtered_mass() -> Array:
-        # What is compiled into a branch may round differently: rows without filters keep theirs.
-        return jnp.where(filtered[:, None], mass_above(threshold), full)
-
-    mass = jax.lax.cond(filtered.any(), filtered_mass, lambda: full)
-    kept_total = fixed_order_sum(mass)
+    full = mass = fixed_order_sum(jnp.exp(scaled - peak[:, None, None]), axis=1)
+    total = kept_total = fixed_order_sum(full)
+    threshold = jnp.full_like(peak, -jnp.inf)
+    if filtered:
+        threshold = _threshold(scaled, mass_above, peak, draws)
+        mass = mass_above(threshold)
+        kept_total = fixed_order_sum(mass)
 
     target = uniform * kept_total
     block, before = _first_above(mass, target)
-    inside = scaled()[row, :, block]
+    row = jnp.arange(rows)
+    inside = scaled[row, :, block]
     inside = jnp.where(inside >= threshold[:, None], jnp.exp(inside - peak[:, None]), 0)
     offset, _ = _first_above(inside, target - before)
     tokens = jnp.minimum(offset * full.shape[-1] + block, vocab - 1)
-    likeliest = jax.lax.cond(greedy.any(), lambda: _first_at(scaled(), peak), lambda: tokens)
-    tokens = jnp.where(greedy, likeliest, tokens).astype(jnp.int32)
+    log_kept = jnp.zeros_like(peak)
+    if filtered:
+        tokens = jnp.where(greedy, _first_at(scaled, peak), tokens)
+        log_kept = jnp.where(greedy, 0, jnp.minimum(jnp.log(kept_total / total), 0))
     logprobs = logits[row, tokens] / temperature - peak - jnp.log(total)
-    log_kept = jnp.where(greedy, 0, jnp.minimum(jnp.log(kept_total / total), 0))
-    return Sampled(tokens, logprobs, log_kept)
+    return Sampled(tokens.astype(jnp.int32), logprobs, log_kept)
 
 
 def _uniform(draws: Draws) -> Float[Array, " rows"]:
@@ -156,25 +159,22 @@ def _first_above(
 
 
 def _threshold(
-    scaled: Callable[[], Array],
+    scaled: Float[Array, "rows width blocks"],
     mass_above: Callable[[Array], Array],
     peak: Float[Array, " rows"],
     draws: Draws,
 ) -> Float[Array, " rows"]:
     """Lowest tempered logit that a row's filters keep; -inf for a row without filters.
 
-    ``scaled()`` are the tempered logits ``[rows, width, blocks]``, ``mass_above(threshold)`` the
-    mass of each block at or above a threshold. A search runs only in steps in which some row
-    asks for it; what the other rows get does not depend on it.
+    ``mass_above(threshold)`` is the mass of each block at or above a threshold. A search runs
+    only in steps in which some row asks for it.
     """
     by_k, by_p = draws.top_k > 0, draws.top_p < 1
     lowest = jnp.full_like(peak, -jnp.inf)
 
     def top_k() -> Array:
-        logits = scaled()
-
         def enough(threshold: Array) -> Array:
-            return (logits >= threshold[:, None, None]).sum((1, 2)) >= draws.top_k
+            return (scaled >= threshold[:, None, None]).sum((1, 2)) >= draws.top_k
 
         return jnp.where(by_k, _bisect(lowest, peak, enough), lowest)
 

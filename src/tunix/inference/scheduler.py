@@ -22,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from tunix.errors import ConfigError, ModelError
@@ -31,6 +32,8 @@ from tunix.inference.slots import CHUNK, MIN_ROWS, SlotTable, bucket
 from tunix.models import llama
 from tunix.models.llama import LlamaConfig, Params
 
+ROW_FACTOR = 4
+"""Decode steps have 8, 32, 128 … rows: each number costs seconds of compilation."""
 PREFILL_ROWS = 8
 """Prompts read in one dispatch; a single one is read alone."""
 SHORT_CHUNK = 16
@@ -270,7 +273,7 @@ class Scheduler:
         """Give jobs the prompt that another slot holds, and let them decode."""
         while copies:
             part, copies = copies[: self._rows], copies[self._rows :]
-            pairs = bucket(len(part), MIN_ROWS, self._rows)
+            pairs = self._row_bucket(len(part))
             sources = np.zeros(pairs, np.int32)
             targets = np.arange(self._rows, self._rows + pairs, dtype=np.int32)
             for i, (source, job) in enumerate(part):
@@ -290,15 +293,15 @@ class Scheduler:
         self._table.start(job.slot, job.request, self.max_positions)
 
     def _compact(self) -> None:
-        """Move the last slots into holes below where that halves the rows of a step."""
+        """Move the last slots into holes below where that takes a step to a smaller bucket."""
         active = np.flatnonzero(self._table.decoding)
         if not len(active) or self._prefills or self._waiting:
             return
-        rows = bucket(len(active), MIN_ROWS, self._rows)
-        if rows == bucket(int(active[-1]) + 1, MIN_ROWS, self._rows):
+        rows = self._row_bucket(len(active))
+        if rows == self._row_bucket(int(active[-1]) + 1):
             return
         moving = active[active >= rows]
-        size = bucket(len(moving), MIN_ROWS, self._rows)
+        size = self._row_bucket(len(moving))
         sources = np.zeros(size, np.int32)
         targets = np.arange(self._rows, self._rows + size, dtype=np.int32)
         longest = int(self._table.positions[moving].max())
@@ -319,9 +322,9 @@ class Scheduler:
         active = np.flatnonzero(table.decoding)
         if not len(active):
             return
-        rows = bucket(int(active[-1]) + 1, MIN_ROWS, self._rows)
+        rows = self._row_bucket(int(active[-1]) + 1)
         window = bucket(int(table.positions[active].max()) + 1, CHUNK, self._capacity)
-        self.stats.shapes.update({("decode", rows, window), ("draw", rows)})
+        self.stats.shapes.add(("decode", rows, window))
         self._cache, logits = device.decode(
             self.config,
             self._params,
@@ -330,8 +333,7 @@ class Scheduler:
             table.positions[:rows],
             window,
         )
-        sampled = device.draw(logits, table.draws(rows))
-        done, failed = table.record(sampled, self.version)
+        done, failed = table.record(self._draw(logits, active), self.version)
         self.stats.decode_steps += 1
         self.stats.slot_steps += rows
         self.stats.busy_slot_steps += len(active)
@@ -344,6 +346,24 @@ class Scheduler:
                 self._finish(job, ModelError(f"logits are not finite at version {self.version}"))
             else:
                 self._finish(job, table.completion(slot, job.prefill_version))
+
+    def _draw(self, logits: jax.Array, active: np.ndarray) -> list[np.ndarray]:
+        """Draw every row by the program its request needs."""
+        rows = len(logits)
+        draws, filtered = self._table.draws(rows), self._table.filtered[:rows]
+        programs = []
+        if not filtered[active].all():
+            programs.append(("draw", device.draw))
+        if filtered.any():
+            programs.append(("draw_filtered", device.draw_filtered))
+        self.stats.shapes.update((name, rows) for name, _ in programs)
+        sampled = [[np.asarray(x) for x in draw(logits, draws)] for _, draw in programs]
+        if len(sampled) == 1:
+            return sampled[0]
+        return [np.where(filtered, b, a) for a, b in zip(*sampled, strict=True)]
+
+    def _row_bucket(self, n: int) -> int:
+        return bucket(n, MIN_ROWS, self._rows, ROW_FACTOR)
 
     def _finish(self, job: _Job, result: Completion | Exception) -> None:
         del self._jobs[job.id]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tunix.inference.request import Completion, FinishReason, Request
-from tunix.inference.sampling import Draws, Sampled
+from tunix.inference.sampling import Draws
 
 MIN_ROWS = 8
 """Fewest rows of a decode step: below 8, matrix products round differently (measured, CPU)."""
@@ -13,11 +15,11 @@ CHUNK = 64
 """Prompts are read in chunks of this many positions, and windows are multiples of it."""
 
 
-def bucket(n: int, smallest: int, largest: int) -> int:
-    """The smallest of ``smallest * 2**i`` and ``largest`` that is at least ``n``."""
+def bucket(n: int, smallest: int, largest: int, factor: int = 2) -> int:
+    """The smallest of ``smallest * factor**i`` and ``largest`` that is at least ``n``."""
     size = smallest
     while size < n:
-        size *= 2
+        size *= factor
     return min(size, largest)
 
 
@@ -38,6 +40,7 @@ class SlotTable:
         self.top_k = np.zeros(slots, np.int32)
         self.top_p = np.ones(slots, np.float32)
         self.min_p = np.zeros(slots, np.float32)
+        self.filtered = np.zeros(slots, bool)
         self.starts = np.zeros(slots, np.int32)
         self.ends = np.zeros(slots, np.int32)
         self.stops = np.full((slots, 1), -1, np.int32)
@@ -54,11 +57,12 @@ class SlotTable:
         self.positions[slot] = length - 1
         self.seeds[slot] = request.seed >> 32, request.seed & 0xFFFFFFFF
         self.temperature[slot] = s.temperature
-        # Greedy rows ignore the filters; keeping them out spares the step the search.
-        filtered = s.temperature > 0
-        self.top_k[slot] = min(s.top_k or 0, 2**30) if filtered else 0
-        self.top_p[slot] = s.top_p if filtered else 1
-        self.min_p[slot] = s.min_p if filtered else 0
+        self.top_k[slot] = min(s.top_k or 0, 2**30)
+        self.top_p[slot] = s.top_p
+        self.min_p[slot] = s.min_p
+        self.filtered[slot] = s.filtered
+        if s.temperature == 0:  # greedy: filters are ignored, which spares the step the search
+            self.top_k[slot], self.top_p[slot], self.min_p[slot] = 0, 1, 0
         self.starts[slot] = length
         self.ends[slot] = min(length + s.max_tokens, limit) - 1
         missing = len(s.stop_ids) - self.stops.shape[1]
@@ -69,7 +73,7 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         """Make a slot inert, and its sampling such that it asks for no filter."""
-        self.decoding[slot] = False
+        self.decoding[slot] = self.filtered[slot] = False
         self.positions[slot] = self.capacity
         self.top_k[slot], self.top_p[slot], self.min_p[slot] = 0, 1, 0
 
@@ -91,12 +95,13 @@ class SlotTable:
             min_p=self.min_p[:rows],
         )
 
-    def record(self, sampled: Sampled, version: int) -> tuple[np.ndarray, np.ndarray]:
+    def record(self, sampled: Sequence[np.ndarray], version: int) -> tuple[np.ndarray, np.ndarray]:
         """Store a step's draws and advance; return the slots that are done, and which failed.
 
+        ``sampled`` are the arrays of ``sampling.Sampled``, each ``[rows]``.
         Both are arrays of slot numbers; a slot fails where its log-probability is not finite.
         """
-        tokens, logprobs, log_kept = (np.asarray(x) for x in sampled)
+        tokens, logprobs, log_kept = sampled
         active = np.flatnonzero(self.decoding[: len(tokens)])
         tokens, logprobs = tokens[active], logprobs[active]
         positions = self.positions[active] + 1
