@@ -22,8 +22,8 @@ import tunix
 from tunix.cli.main import use_compilation_cache
 
 TASK = "arithmetic"
-SFT_STEPS = 400
-GRPO_STEPS = 24
+SFT_STEPS = 250
+GRPO_STEPS = 16
 
 
 def make_model(folder: Path, seed: int) -> None:
@@ -38,17 +38,16 @@ def make_model(folder: Path, seed: int) -> None:
     tokenizer = Tokenizer.characters(ALPHABET)
     config = llama.LlamaConfig(
         vocab_size=64,
-        hidden_size=160,
-        intermediate_size=432,
+        hidden_size=144,
+        intermediate_size=392,
         num_layers=4,
-        num_heads=5,
-        num_kv_heads=5,
-        head_dim=32,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=36,
         max_positions=128,
         rope_theta=1000.0,
-        tie_embeddings=True,
     )
-    params = llama.initialize(jax.random.key(seed), config)
+    params = llama.initialize(jax.random.key(seed), config, embedding_deviation=0.2)
     assert tokenizer.eos_id is not None
     save_policy(Policy(config, params, tokenizer, frozenset({tokenizer.eos_id})), folder)
 
@@ -75,8 +74,8 @@ def main() -> None:
             run_folder=str(folder / "sft"),
             steps=SFT_STEPS,
             batch_size=64,
-            learning_rate=1e-3,
-            warmup_steps=50,
+            learning_rate=2e-3,
+            warmup_steps=30,
             schedule="cosine",
             final_learning_rate=0.05,
             weight_decay=0.01,
@@ -97,12 +96,13 @@ def main() -> None:
             group_size=8,
             slots=256,
             max_prompt_tokens=16,
-            max_completion_tokens=32,
+            max_completion_tokens=24,
             learning_rate=2e-4,
+            micro_batch_tokens=8192,
             warmup_steps=5,
             clip_high=0.28,
             evaluation_interval=4,
-            evaluation_size=512,
+            evaluation_size=400,
             seed=seed,
         )
     )

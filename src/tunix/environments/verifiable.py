@@ -1,6 +1,6 @@
 """Built-in tasks whose answers can be checked: adding, sorting letters, counting letters.
 
-Each draws tasks from a space far larger than any run; whether a task is held out is a function of
+Each draws tasks from a space of thousands or more; whether a task is held out is a function of
 its prompt alone (``crc32(prompt) % 10 == 0``), so no training task is ever evaluated on, in SFT or
 in RL. Each can also write demonstrations, in two habits: the answer at once, or the work first.
 """
@@ -20,6 +20,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MARKER = "|"
 """What comes after the last marker is the answer; before it may stand the work."""
 
+DRAWS = 30
+"""Draws a wanted task after which a family counts as exhausted; one in ten is held out."""
+
 ALPHABET = LETTERS + "0123456789+=?| "
 """Every character that the prompts and demonstrations of these tasks use."""
 
@@ -28,8 +31,8 @@ Draw = Callable[[random.Random], tuple[str, str, str]]
 
 
 def _arithmetic(rng: random.Random) -> tuple[str, str, str]:
-    """``684+358=``; the work is, from the right, digit pair, carry in and two-digit sum."""
-    a, b = rng.randrange(100, 1000), rng.randrange(100, 1000)
+    """``84+58=``; the work is, from the right, digit pair, carry in and two-digit sum."""
+    a, b = rng.randrange(10, 100), rng.randrange(10, 100)
     carry, work = 0, []
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
@@ -65,13 +68,16 @@ class VerifiableTask:
     reward: Reward
 
     def tasks(self, size: int, seed: int, split: str = "train") -> list[Task]:
-        """Draw ``size`` distinct tasks of a split (``train`` or ``held_out``).
+        """Draw up to ``size`` distinct tasks of a split (``train`` or ``held_out``).
 
-        The draw is a function of the arguments alone. ``info["work"]`` is the work written down.
+        Fewer where the family has no more of them. The draw is a function of the arguments alone;
+        ``info["work"]`` is the work written down.
         """
         rng = random.Random(f"{self.name} {split} {seed}")
         found: dict[str, Task] = {}
-        while len(found) < size:
+        for _ in range(DRAWS * size):
+            if len(found) == size:
+                break
             prompt, answer, work = self.draw(rng)
             if held_out(prompt) == (split == "held_out") and prompt not in found:
                 messages = [{"role": "user", "content": prompt}]

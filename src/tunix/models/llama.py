@@ -48,7 +48,7 @@ Cache = list[tuple[Array, Array]]
 """Per layer: keys ``[slots, kv_heads, head_dim, positions]``, values ``[slots, kv_heads,
 positions, head_dim]``; keys are stored positions-minor because that is the faster operand."""
 
-KEPT_ACTIVATIONS = 2**28
+KEPT_ACTIVATIONS = 2**30
 """Bytes of activations that are kept rather than recomputed: a recomputation costs a third more."""
 
 Attend = Callable[[Array, Array, Array], Array]
@@ -107,12 +107,17 @@ def parameter_shapes(config: LlamaConfig) -> Params:
     return shapes
 
 
-def initialize(key: PRNGKeyArray, config: LlamaConfig, dtype: Any = jnp.float32) -> Params:
+def initialize(
+    key: PRNGKeyArray,
+    config: LlamaConfig,
+    dtype: Any = jnp.float32,
+    embedding_deviation: float = 0.02,
+) -> Params:
     """Draw a fresh model in training form.
 
-    Norms are 1, embeddings normal with deviation 0.02, matrices normal with deviation
-    ``in ** -0.5``; the two that write into the residual stream are smaller by
-    ``(2 * layers) ** -0.5`` (Radford et al. 2019, GPT-2, section 2.3).
+    Norms are 1, embeddings normal with ``embedding_deviation``, a head of its own with 0.02,
+    matrices normal with deviation ``in ** -0.5``; the two that write into the residual stream are
+    smaller by ``(2 * layers) ** -0.5`` (Radford et al. 2019, GPT-2, section 2.3).
     """
     shapes = parameter_shapes(config)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(
@@ -124,7 +129,7 @@ def initialize(key: PRNGKeyArray, config: LlamaConfig, dtype: Any = jnp.float32)
         if name.endswith("norm"):
             drawn.append(jnp.ones(shape, dtype))
             continue
-        deviation = 0.02 if name in ("embedding", "head") else shape[-2] ** -0.5
+        deviation = {"embedding": embedding_deviation, "head": 0.02}.get(name, shape[-2] ** -0.5)
         if name in ("output", "down"):
             deviation *= (2 * config.num_layers) ** -0.5
         drawn.append((jax.random.normal(k, shape) * deviation).astype(dtype))

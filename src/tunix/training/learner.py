@@ -185,10 +185,14 @@ def mean(total: Any, count: Any) -> float:
 
 
 def action_bucket(parts: list[Batch]) -> int:
-    """Room for the action tokens of the fullest micro-batch, in quarters of its size."""
+    """Room for the action tokens of the fullest micro-batch: half of its tokens, or all of them.
+
+    It must be a function of the batch alone, since other shapes round differently in the last bit;
+    few sizes, since each is a program to compile.
+    """
     most = max(int(np.asarray(part.action_mask).sum()) for part in parts)
-    quarter = -(-parts[0].tokens.size // 4)
-    return max(1, -(-most // quarter)) * quarter
+    half = -(-parts[0].tokens.size // 2)
+    return half if most <= half else 2 * half
 
 
 def _accumulate(model, loss, temperature, actions, params, gradients, total, batch):
