@@ -22,7 +22,7 @@ import tunix
 from tunix.cli.main import use_compilation_cache
 
 TASK = "arithmetic"
-SFT_STEPS = 250
+SFT_STEPS = 300
 GRPO_STEPS = 16
 
 
