@@ -19,6 +19,10 @@ from tunix.training.learner import Learner
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
+FIRST = pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+"""One case an algorithm, for what does not depend on the aggregation."""
+
+
 @pytest.fixture
 def params(x64, tiny_config):
     # weights larger than at initialisation, so that the distribution is far from uniform
@@ -65,17 +69,18 @@ def separate_rows(sequences, length):
 
 @BY_NAME
 def test_micro_batches_packing_padding_and_order_change_nothing(case, params, tiny_config):
+    """Layouts share shapes where they can, since each shape is a program to compile."""
     sequences = case.sequences(episodes())
-    plain = outcome(case, tiny_config, params, separate_rows(sequences, 20))
+    plain = outcome(case, tiny_config, params, separate_rows(sequences, 64))
+    shuffled = [sequences[i] for i in (5, 2, 7, 0, 6, 1, 4, 3)]
     layouts = {
-        "8 micro-batches": (separate_rows(sequences, 20), 20),
-        "3 rows a micro-batch": (separate_rows(sequences, 20), 60),
-        "packed": (pack(sequences, 40), 10**6),
-        "packed, one row a micro-batch": (pack(sequences, 40), 40),
-        "all in one row": (pack(sequences, 200), 10**6),
-        "padded by 1": (separate_rows(sequences, 21), 10**6),
-        "padded by 111": (separate_rows(sequences, 131), 10**6),
-        "reordered": (pack([sequences[i] for i in (5, 2, 7, 0, 6, 1, 4, 3)], 50), 100),
+        "8 micro-batches": (separate_rows(sequences, 64), 64),
+        "packed in one row, padded": (pack(sequences, 128), 128),
+        "packed in two rows": (pack(sequences, 64), 10**6),
+        "packed, one row a micro-batch": (pack(sequences, 64), 64),
+        "packed in another order": (pack(shuffled, 64), 10**6),
+        "separate rows in another order": (separate_rows(shuffled, 64), 10**6),
+        "padded by 67 more": (separate_rows(sequences, 131), 10**6),
     }
     for name, (batch, micro_batch_tokens) in layouts.items():
         try:
@@ -133,6 +138,8 @@ def test_value_and_gradient_are_those_of_the_paper(case, params, tiny_config):
 
     rng = np.random.default_rng(1)
     direction = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), params)
+    length = float(optax.tree.norm(direction))
+    direction = jax.tree.map(lambda leaf: leaf / length, direction)
     step = 1e-6
     ahead = logprobs(jax.tree.map(lambda p, d: p + step * d, params, direction))
     behind = logprobs(jax.tree.map(lambda p, d: p - step * d, params, direction))
@@ -141,7 +148,7 @@ def test_value_and_gradient_are_those_of_the_paper(case, params, tiny_config):
         expected += float(np.dot(row, (a - b)[e.action_mask] / (2 * step)))
     pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(direction), strict=True)
     actual = sum(float((g * d).sum()) for g, d in pairs)
-    assert actual == pytest.approx(expected, rel=1e-6)
+    assert actual == pytest.approx(expected, rel=5e-7, abs=1e-9)
 
 
 @BY_NAME
@@ -171,7 +178,7 @@ def test_gradient_to_logprobs_by_hand(case, x64):
         assert not row[~mask].any()
 
 
-@BY_NAME
+@FIRST
 def test_an_update_moves_by_the_gradient(case, params, tiny_config):
     """Plain SGD: parameters after one update are the old ones minus rate times gradient."""
     batch = pack(case.sequences(episodes()), 64)
@@ -184,7 +191,7 @@ def test_an_update_moves_by_the_gradient(case, params, tiny_config):
     assert metrics["skipped_updates"] == 0
 
 
-@BY_NAME
+@FIRST
 def test_a_gradient_that_is_not_finite_changes_nothing(case, params, tiny_config):
     batch = pack(case.sequences(episodes()), 64)
     weights = batch.weights.copy()
