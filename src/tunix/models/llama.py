@@ -129,7 +129,9 @@ def initialize(
         if name.endswith("norm"):
             drawn.append(jnp.ones(shape, dtype))
             continue
-        deviation = {"embedding": embedding_deviation, "head": 0.02}.get(name, shape[-2] ** -0.5)
+        deviation = shape[-2] ** -0.5
+        if name in ("embedding", "head"):
+            deviation = embedding_deviation if name == "embedding" else 0.02
         if name in ("output", "down"):
             deviation *= (2 * config.num_layers) ** -0.5
         drawn.append((jax.random.normal(k, shape) * deviation).astype(dtype))
