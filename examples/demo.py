@@ -2,9 +2,9 @@
 
     python examples/demo.py --seed 0 --folder runs/demo
 
-1. A tokenizer and a Llama of 1.2 million parameters are made from scratch.
-2. Supervised fine-tuning shows it correct additions in two habits: most of them with the answer at
-   once, some with the work written down first. After a minute it does both, badly.
+1. A tokenizer and a Llama of one million parameters are made from scratch.
+2. Supervised fine-tuning shows it correct additions in two habits: half of them with the answer at
+   once, half with the work written down first. After a minute or two it does both, the first badly.
 3. GRPO lets it try each task eight times and rewards right answers. It finds out by itself that
    writing the work down pays, and does that more carefully.
 
@@ -23,7 +23,7 @@ from tunix.cli.main import use_compilation_cache
 
 TASK = "arithmetic"
 SFT_STEPS = 300
-GRPO_STEPS = 16
+GRPO_STEPS = 14
 
 
 def make_model(folder: Path, seed: int) -> None:
@@ -96,12 +96,12 @@ def main() -> None:
             group_size=8,
             slots=256,
             max_prompt_tokens=16,
-            max_completion_tokens=24,
+            max_completion_tokens=32,
             learning_rate=2e-4,
             micro_batch_tokens=8192,
             warmup_steps=5,
             clip_high=0.28,
-            evaluation_interval=4,
+            evaluation_interval=7,
             evaluation_size=400,
             seed=seed,
         )

@@ -31,8 +31,8 @@ Draw = Callable[[random.Random], tuple[str, str, str]]
 
 
 def _arithmetic(rng: random.Random) -> tuple[str, str, str]:
-    """``84+58=``; the work is, from the right, digit pair, carry in and two-digit sum."""
-    a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+    """``684+358=``; the work is, from the right, digit pair, carry in and two-digit sum."""
+    a, b = rng.randrange(100, 1000), rng.randrange(100, 1000)
     carry, work = 0, []
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
