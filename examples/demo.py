@@ -23,7 +23,7 @@ from tunix.cli.main import use_compilation_cache
 
 TASK = "arithmetic"
 SFT_STEPS = 300
-GRPO_STEPS = 14
+GRPO_STEPS = 10
 
 
 def make_model(folder: Path, seed: int) -> None:
@@ -101,8 +101,8 @@ def main() -> None:
             micro_batch_tokens=8192,
             warmup_steps=5,
             clip_high=0.28,
-            evaluation_interval=7,
-            evaluation_size=400,
+            evaluation_interval=2,
+            evaluation_size=256,
             seed=seed,
         )
     )
