@@ -18,7 +18,7 @@ from tunix.config import (
     SamplingConfig,
 )
 from tunix.inference.engine import Engine
-from tunix.inference.request import SamplingParams
+from tunix.inference.request import sampling_params
 from tunix.metrics.sinks import plain
 from tunix.models.policy import Policy, load_policy
 from tunix.profiling.spans import Spans
@@ -110,14 +110,7 @@ def make_evaluator(
     )
     for task in source.held_out:
         runner.prompt(task)
-    sampling = SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        max_tokens=config.max_completion_tokens,
-        stop_ids=policy.stop_ids,
-    )
+    sampling = sampling_params(config, policy.stop_ids)
     collector = Collector(
         runner,
         source.reward,

@@ -15,7 +15,7 @@ from tunix.config import STRICT, NonNegativeInt, PositiveInt, SamplingConfig
 from tunix.datasets import tasks as task_files
 from tunix.errors import ConfigError, DataError, RunError
 from tunix.inference.engine import Engine
-from tunix.inference.request import Completion, Request, SamplingParams
+from tunix.inference.request import Completion, Request, sampling_params
 from tunix.models.policy import Policy, answer_text, encode_task, load_policy
 from tunix.rollout.episode import request_seed
 from tunix.types import Task
@@ -89,14 +89,7 @@ def answers(policy: Policy, asked: list[Task], config: GenerateConfig) -> list[C
     Raises:
         DataError: a prompt is empty or longer than ``max_prompt_tokens``.
     """
-    sampling = SamplingParams(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        max_tokens=config.max_completion_tokens,
-        stop_ids=policy.stop_ids,
-    )
+    sampling = sampling_params(config, policy.stop_ids)
     requests = []
     for task in asked:
         tokens = encode_task(policy, task)

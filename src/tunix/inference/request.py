@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from tunix.config import SamplingConfig
 from tunix.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -57,6 +58,18 @@ class SamplingParams:
     def filtered(self) -> bool:
         """Whether drawing takes more than the tempered distribution as it is."""
         return self.temperature == 0 or self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
+
+def sampling_params(config: SamplingConfig, stop_ids: frozenset[int]) -> SamplingParams:
+    """Return how a config wants completions drawn; a policy's stop set ends them."""
+    return SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        max_tokens=config.max_completion_tokens,
+        stop_ids=stop_ids,
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tunix.environments.base import Environment, SingleTurn
 from tunix.environments.verifiable import built_in
 from tunix.errors import ConfigError, RunError
 from tunix.inference.engine import Engine
-from tunix.inference.request import SamplingParams
+from tunix.inference.request import sampling_params
 from tunix.losses.aggregate import Aggregate, token_weights
 from tunix.models.policy import Policy
 from tunix.rewards.resolve import import_object, resolve_reward
@@ -174,14 +174,7 @@ class OnPolicyRun(TrainingRun):
         except BaseException:
             self.engine.close()
             raise
-        sampling = SamplingParams(
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            max_tokens=config.max_completion_tokens,
-            stop_ids=self.policy.stop_ids,
-        )
+        sampling = sampling_params(config, self.policy.stop_ids)
         self.collector = Collector(
             runner,
             source.reward,
@@ -191,11 +184,8 @@ class OnPolicyRun(TrainingRun):
             config.episode_retries,
             config.reward_timeout,
         )
-        greedy = replace(
-            sampling,
-            temperature=config.evaluation_temperature,
-        )
-        judge = replace(self.collector, sampling=greedy, size=1)
+        held_out = replace(sampling, temperature=config.evaluation_temperature)
+        judge = replace(self.collector, sampling=held_out, size=1)
         evaluator = Evaluator(judge, source.held_out, config.success_reward)
         self.evaluate = evaluator.evaluate if source.held_out else None
 
