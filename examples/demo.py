@@ -22,8 +22,8 @@ import tunix
 from tunix.cli.main import use_compilation_cache
 
 TASK = "arithmetic"
-SFT_STEPS = 300
-GRPO_STEPS = 10
+SFT_STEPS = 400
+GRPO_STEPS = 12
 
 
 def make_model(folder: Path, seed: int) -> None:
