@@ -71,6 +71,17 @@ class TrainingConfig(RunConfig):
     """Tokens, padding included, in one pass through the model: memory only, never the result."""
     max_skipped_updates: PositiveInt = 5
     """Stop after so many updates in a row were skipped: their loss or gradient was not finite."""
+    lora_rank: NonNegativeInt = 0
+    """Train a low-rank adapter of this rank and leave the model alone; 0 trains all of it; r."""
+    lora_alpha: PositiveFloat = 16.0
+    """Strength of the adapter: its product counts lora_alpha / lora_rank times; alpha."""
+    lora_rank_stabilized: bool = False
+    """Divide lora_alpha by the root of the rank instead of the rank (rsLoRA)."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the adapter's inputs that are zeroed in training."""
+    lora_targets: list[str] = Field(default_factory=lambda: ["*_proj"])
+    """Patterns of modules that get one: q_proj k_proj v_proj o_proj gate_proj up_proj
+    down_proj embed_tokens lm_head."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -6,6 +6,7 @@ A new algorithm joins every law by adding a line to ``CASES``.
 from dataclasses import dataclass
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +14,7 @@ from tests.losses import twins
 from tunix.algorithms.language import grpo, sft
 from tunix.datasets.batch import Sequence
 from tunix.losses.aggregate import token_weights
+from tunix.models import llama, lora
 
 GROUPS, SIZE = 2, 4
 CONSTANT = 16.0
@@ -84,6 +86,20 @@ class Case:
     sequences: object
     twin: object
     temperature: float = TEMPERATURE
+    lora: bool = False
+
+    def adapter(self, config):
+        """With ``lora``, what is trained instead of the parameters: an adapter that is not zero."""
+        if not self.lora:
+            return None
+        shapes = lora.adapter_shapes(
+            llama.parameter_shapes(config), lora.matched(["*_proj", "embed_tokens", "lm_head"]), 3
+        )
+        leaves, treedef = jax.tree.flatten(lora.initialize(jax.random.key(0), shapes, jnp.float64))
+        drawn = [
+            0.1 * jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)
+        ]
+        return lora.Adapter(jax.tree.unflatten(treedef, drawn), 3, alpha=6.0, dropout=0.25)
 
 
 def grpo_case(aggregate, beta, estimator="k3", normalize=True):

@@ -36,6 +36,7 @@ def learner(case, config, params, micro_batch_tokens):
         params,
         optax.sgd(0.1),
         case.loss,
+        adapter=case.adapter(config),
         temperature=case.temperature,
         micro_batch_tokens=micro_batch_tokens,
     )
@@ -104,7 +105,7 @@ def test_ignored_slots_reach_nothing(case, params, tiny_config):
         poisoned[name] = np.where(padding, drawn, getattr(batch, name))
     segments = rng.integers(0, 9, batch.shape).astype(np.int32)
     poisoned["segment_ids"] = np.where(padding, segments, batch.segment_ids)
-    bad = Batch(action_mask=batch.action_mask, **poisoned)
+    bad = Batch(action_mask=batch.action_mask, sequence_ids=batch.sequence_ids, **poisoned)
     assert_same(outcome(case, tiny_config, params, bad), outcome(case, tiny_config, params, batch))
 
 
@@ -186,7 +187,9 @@ def test_an_update_moves_by_the_gradient(case, params, tiny_config):
     gradients, _, _ = one.gradients(batch)
     metrics = one.update(batch)
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
-    for got, wanted in zip(jax.tree.leaves(one.params), jax.tree.leaves(expected), strict=True):
+    for got, wanted in zip(
+        jax.tree.leaves(one.state.params), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-14)
     assert metrics["skipped_updates"] == 0
 

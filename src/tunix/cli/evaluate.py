@@ -60,7 +60,13 @@ def run(config: EvaluateConfig) -> dict[str, float]:
     policy = load_policy(config.model, config.dtype)
     longest = config.max_prompt_tokens + config.max_completion_tokens
     slots = min(config.slots, max(SMALLEST_BATCH, len(source.held_out)))
-    with Engine(policy.config, policy.params, slots=slots, max_positions=longest) as engine:
+    with Engine(
+        policy.config,
+        policy.params,
+        adapters=policy.adapters,
+        slots=slots,
+        max_positions=longest,
+    ) as engine:
         metrics, samples = make_evaluator(config, policy, engine, source).evaluate()
     if config.output is not None:
         with writer(config.output) as write:

@@ -100,10 +100,16 @@ def answers(policy: Policy, asked: list[Task], config: GenerateConfig) -> list[C
             )
         for sample in range(config.samples):
             seed = request_seed(config.seed, task.id, 0, sample, 0)
-            requests.append(Request(tokens, sampling, seed))
+            requests.append(Request(tokens, sampling, seed, adapter=len(policy.adapters)))
     longest = max(len(request.tokens) for request in requests) + config.max_completion_tokens
     slots = min(config.slots, max(SMALLEST_BATCH, len(requests)))
-    with Engine(policy.config, policy.params, slots=slots, max_positions=longest) as engine:
+    with Engine(
+        policy.config,
+        policy.params,
+        adapters=policy.adapters,
+        slots=slots,
+        max_positions=longest,
+    ) as engine:
         return engine.generate_sync(requests)
 
 

@@ -36,6 +36,8 @@ class Batch:
     positions: Int[Any, "rows length"]
     segment_ids: Int[Any, "rows length"]
     """1, 2, ... by sequence within a row; 0 is padding."""
+    sequence_ids: Int[Any, "rows length"]
+    """Place of the token's sequence in what was packed, from 0; also 0 where there is padding."""
     action_mask: Bool[Any, "rows length"]
     weights: Float[Any, "rows length"]
     behaviour_logprobs: Float[Any, "rows length"] | None = None
@@ -48,6 +50,8 @@ class Batch:
         """``(rows, length)``."""
         return (self.tokens.shape[0], self.tokens.shape[1])
 
+
+INTEGERS = ("tokens", "positions", "segment_ids", "sequence_ids")
 
 PER_TOKEN = ("behaviour_logprobs", "advantages", "reference_logprobs")
 """Batch fields that an algorithm may fill through ``Sequence.arrays``."""
@@ -103,7 +107,7 @@ def pack(sequences: Sequences[Sequence], length: int) -> Batch:
         free[row] -= size
     shape = (max(len(free), 1), length)
     names = list(sequences[0].arrays) if sequences else []
-    integers = {n: np.zeros(shape, np.int32) for n in ("tokens", "positions", "segment_ids")}
+    integers = {n: np.zeros(shape, np.int32) for n in INTEGERS}
     mask = np.zeros(shape, bool)
     floats = {n: np.zeros(shape, np.float64) for n in ("weights", *names)}
     for i, (row, start, segment) in zip(order, placed, strict=True):
@@ -114,6 +118,7 @@ def pack(sequences: Sequences[Sequence], length: int) -> Batch:
         integers["tokens"][span] = one.tokens
         integers["positions"][span] = np.arange(len(one.tokens))
         integers["segment_ids"][span] = segment
+        integers["sequence_ids"][span] = i
         mask[span] = one.action_mask
         mask[row, start] = False
         floats["weights"][span] = one.weights

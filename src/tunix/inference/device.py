@@ -6,37 +6,57 @@ leave no trace carry a position outside the cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tunix.errors import ModelError
 from tunix.inference.sampling import sample, sample_filtered
-from tunix.models import llama
+from tunix.models import llama, lora
 from tunix.models.llama import Cache, LlamaConfig, Params
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weights:
+    """What the engine generates with, in generation form: a base, and adapters apart from it."""
+
+    base: Params
+    adapters: tuple[lora.Adapter, ...] = ()
 
 
 @partial(jax.jit, static_argnames=("config", "window"), donate_argnames=("cache",))
 def decode(
     config: LlamaConfig,
-    params: Params,
+    weights: Weights,
     cache: Cache,
     tokens: Int[Array, " rows"],
     positions: Int[Array, " rows"],
+    adapters: Int[Array, " rows"],
     window: int,
 ) -> tuple[Cache, Float[Array, "rows vocab"]]:
     """Feed one token to each of the first ``rows`` slots; return the logits of the next one.
 
     ``tokens`` stand at ``positions``; at least 8 rows, fewer would change the arithmetic.
+    ``adapters`` say which adapter each row uses, 0 for none.
     """
     slots = jnp.arange(tokens.shape[0])
     hidden, cache = llama.cached_hidden_states(
-        config, params, tokens[:, None], positions[:, None], slots, cache, window
+        config,
+        weights.base,
+        tokens[:, None],
+        positions[:, None],
+        slots,
+        cache,
+        window,
+        weights.adapters,
+        adapters,
     )
-    return cache, llama.logits(params, hidden[:, 0])
+    return cache, llama.logits(weights.base, hidden[:, 0], weights.adapters, adapters)
 
 
 draw = jax.jit(sample)
@@ -49,15 +69,26 @@ draw_filtered = jax.jit(sample_filtered)
 @partial(jax.jit, static_argnames=("config", "window"), donate_argnames=("cache",))
 def prefill(
     config: LlamaConfig,
-    params: Params,
+    weights: Weights,
     cache: Cache,
     tokens: Int[Array, "rows length"],
     positions: Int[Array, "rows length"],
     slots: Int[Array, " rows"],
+    adapters: Int[Array, " rows"],
     window: int,
 ) -> Cache:
     """Write the keys and values of a chunk of prompt for each of some slots."""
-    _, cache = llama.cached_hidden_states(config, params, tokens, positions, slots, cache, window)
+    _, cache = llama.cached_hidden_states(
+        config,
+        weights.base,
+        tokens,
+        positions,
+        slots,
+        cache,
+        window,
+        weights.adapters,
+        adapters,
+    )
     return cache
 
 
@@ -85,6 +116,7 @@ def clear(cache: Cache, slot: Int[Array, ""]) -> Cache:
 
 
 _unstack = jax.jit(llama.unstack)
+_unstack_adapter = jax.jit(lora.unstack, static_argnames=("num_layers",))
 
 
 def take_over(config: LlamaConfig, params: Any) -> Params:
@@ -95,6 +127,21 @@ def take_over(config: LlamaConfig, params: Any) -> Params:
     """
     _check(params, llama.parameter_shapes(config), "")
     return jax.block_until_ready(_unstack(params))
+
+
+def take_over_adapter(config: LlamaConfig, adapter: lora.Adapter) -> lora.Adapter:
+    """Like ``take_over`` for an adapter: ``ModelError`` where it does not fit the base."""
+    leaves = [*adapter.weights["layers"], *(n for n in adapter.weights if n != "layers")]
+    shapes = lora.adapter_shapes(llama.parameter_shapes(config), leaves, adapter.rank)
+    _check(adapter.weights, shapes, "")
+    return jax.block_until_ready(_unstack_adapter(adapter, config.num_layers))
+
+
+@jax.jit
+def differ(one: Any, other: Any) -> Bool[Array, ""]:
+    """Whether any number of two trees of equal structure differs."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return jnp.any(jnp.stack([jnp.any(a != b) for a, b in pairs]))
 
 
 def _check(params: Any, shapes: Any, path: str) -> None:

@@ -13,16 +13,17 @@ from tunix.errors import RunError
 from tunix.inference import device
 from tunix.inference.request import Completion, Request
 from tunix.inference.scheduler import Scheduler
-from tunix.models.llama import LlamaConfig
+from tunix.models.llama import LlamaConfig, Params
+from tunix.models.lora import Adapter
 
 
 class Engine:
     """Generates for many callers at once; requests join and leave a running batch at any step.
 
-    ``params`` are in training form and copied, here and in ``publish``. ``slots`` sequences run
-    at once, each of at most ``max_positions`` tokens, prompt and answer together; further
-    requests wait. Close it, or use it as a context manager. Raises ``ConfigError`` and
-    ``ModelError`` as ``Scheduler`` does.
+    ``params`` and ``adapters`` are in training form and copied, here and in ``publish``.
+    ``slots`` sequences run at once, each of at most ``max_positions`` tokens, prompt and answer
+    together; further requests wait. Close it, or use it as a context manager. Raises
+    ``ConfigError`` and ``ModelError`` as ``Scheduler`` does.
     """
 
     def __init__(
@@ -30,12 +31,18 @@ class Engine:
         config: LlamaConfig,
         params: Any,
         *,
+        adapters: Sequence[Adapter] = (),
         slots: int = 64,
         max_positions: int,
         version: int = 0,
     ):
         self._scheduler = Scheduler(
-            config, params, slots=slots, max_positions=max_positions, version=version
+            config,
+            params,
+            adapters=adapters,
+            slots=slots,
+            max_positions=max_positions,
+            version=version,
         )
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -74,12 +81,16 @@ class Engine:
             self._abort(futures)
             raise
 
-    def publish(self, params: Any, version: int) -> None:
-        """Take over new parameters between two steps, without draining; return when done.
+    def publish(self, published: Params | Adapter, version: int) -> bool:
+        """Take over new weights between two steps, without draining; return when done.
 
-        The caller may donate or delete its buffers afterwards. Callable from any thread.
+        Parameters replace the base, an adapter the engine's first one. The caller may donate or
+        delete its buffers afterwards. Returns whether any number changed. Callable from any thread,
+        by one at a time.
         """
-        own = device.take_over(self._scheduler.config, params)
+        old = self._scheduler.weights
+        own = self._scheduler.taken_over(published)
+        changed = bool(device.differ(old, own))
         future: Future = Future()
         future.set_running_or_notify_cancel()
 
@@ -89,6 +100,7 @@ class Engine:
 
         self._post(install, [future])
         future.result()
+        return changed
 
     def stats(self) -> dict[str, int | float]:
         """Counts and seconds since the start; see ``scheduler.Stats``."""

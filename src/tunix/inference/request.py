@@ -76,7 +76,7 @@ def sampling_params(config: SamplingConfig, stop_ids: frozenset[int]) -> Samplin
 class Request:
     """A prompt as token ids, how to go on from it, and the seed of its random numbers.
 
-    The completion is a function of these three and the weights. The token at absolute position p
+    The completion is a function of these and the weights. The token at absolute position p
     is drawn with the random number ``(seed, p)``: samples of one prompt need different seeds.
     Raises ``ConfigError`` for an empty prompt or a seed outside [0, 2**64).
     """
@@ -84,6 +84,8 @@ class Request:
     tokens: list[int]
     sampling: SamplingParams
     seed: int
+    adapter: int = 0
+    """Which of the engine's adapters answers, from 1; 0 is the bare base."""
 
     def __post_init__(self) -> None:
         if not self.tokens:

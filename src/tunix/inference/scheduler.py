@@ -18,8 +18,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from tunix.inference.request import Completion, Request
 from tunix.inference.slots import CHUNK, MIN_ROWS, SlotTable, bucket
 from tunix.models import llama
 from tunix.models.llama import LlamaConfig, Params
+from tunix.models.lora import Adapter
 
 ROW_FACTOR = 4
 """Decode steps have 8, 32, 128 … rows: each number costs seconds of compilation."""
@@ -104,6 +105,7 @@ class Scheduler:
         config: LlamaConfig,
         params: Any,
         *,
+        adapters: Sequence[Adapter] = (),
         slots: int = 64,
         max_positions: int,
         version: int = 0,
@@ -117,11 +119,14 @@ class Scheduler:
         self.max_positions = max_positions
         self.version = version
         self.stats = Stats()
-        self._params = device.take_over(config, params)
+        self.weights = device.Weights(
+            device.take_over(config, params),
+            tuple(device.take_over_adapter(config, adapter) for adapter in adapters),
+        )
         self._usable = slots
         self._rows = -(-slots // MIN_ROWS) * MIN_ROWS
         self._capacity = -(-max_positions // CHUNK) * CHUNK
-        dtype = np.promote_types(self._params["embedding"].dtype, np.float32)
+        dtype = np.promote_types(self.weights.base["embedding"].dtype, np.float32)
         self._cache = llama.new_cache(config, self._rows, self._capacity, dtype)
         self._table = SlotTable(self._rows, self._capacity)
         self._free = list(range(slots))
@@ -150,28 +155,43 @@ class Scheduler:
         for name, ids in (("prompt", request.tokens), ("stop_ids", request.sampling.stop_ids)):
             if ids and not (min(ids) >= 0 and max(ids) < vocab):
                 raise ConfigError(f"{name} holds a token id outside [0, {vocab})")
+        if not 0 <= request.adapter <= len(self.weights.adapters):
+            raise ConfigError(
+                f"adapter is {request.adapter}; the engine has {len(self.weights.adapters)} "
+                "adapter(s), and 0 means none"
+            )
 
     def submit(self, request: Request, on_done: OnDone) -> int:
         """Queue a request; return the id by which it can be aborted."""
         self.validate(request)
-        prefix = np.asarray(request.tokens[:-1], np.int32).tobytes()
+        prompt = request.tokens[:-1]
+        prefix = np.asarray([request.adapter, *prompt], np.int32).tobytes() if prompt else b""
         job = _Job(self._next_id, request, on_done, prefix=prefix)
         self._next_id += 1
         self._jobs[job.id] = job
         self._waiting.append(job)
         return job.id
 
-    def publish(self, params: Any, version: int) -> None:
-        """Use new parameters (training form, copied) from the next step on."""
-        self.install(device.take_over(self.config, params), version)
+    def publish(self, published: Params | Adapter, version: int) -> None:
+        """Use new weights (training form, copied) from the next step on; see ``taken_over``."""
+        self.install(self.taken_over(published), version)
 
-    def install(self, params: Params, version: int) -> None:
-        """Like ``publish`` for parameters that ``device.take_over`` returned.
+    def taken_over(self, published: Params | Adapter) -> device.Weights:
+        """The weights with a new base, or with a new first adapter over the same base."""
+        if not isinstance(published, Adapter):
+            return replace(self.weights, base=device.take_over(self.config, published))
+        if not self.weights.adapters:
+            raise ConfigError("an adapter was published to an engine that was made without one")
+        adapter = device.take_over_adapter(self.config, published)
+        return replace(self.weights, adapters=(adapter, *self.weights.adapters[1:]))
+
+    def install(self, weights: device.Weights, version: int) -> None:
+        """Like ``publish`` for weights that ``taken_over`` returned.
 
         Prompts half read are read anew, so that no prompt's cache mixes versions; requests that
         already decode go on with their cached keys and values.
         """
-        self._params, self.version = params, version
+        self.weights, self.version = weights, version
         self._prefixes.clear()
         self._held = [None] * self._rows
         for prefill in self._prefills.values():
@@ -226,7 +246,7 @@ class Scheduler:
             elif job.prefix in self._prefills:
                 self._prefills[job.prefix].jobs.append(job)
             else:
-                tokens = np.frombuffer(job.prefix, np.int32)
+                tokens = np.frombuffer(job.prefix, np.int32)[1:]
                 self._prefills[job.prefix] = _Prefill(tokens, [job])
         self._copy(copies)
 
@@ -253,19 +273,21 @@ class Scheduler:
         tokens = np.zeros((rows, length), np.int32)
         positions = np.full((rows, length), self._capacity, np.int32)
         slots = np.arange(self._rows, self._rows + rows, dtype=np.int32)  # outside: dropped
+        adapters = np.zeros(rows, np.int32)
         end = 0
         for row, prefill in enumerate(batch):
             part = prefill.tokens[prefill.done : prefill.done + length]
             tokens[row, : len(part)] = part
             positions[row, : len(part)] = prefill.done + np.arange(len(part))
             slots[row] = prefill.jobs[0].slot
+            adapters[row] = prefill.jobs[0].request.adapter
             prefill.done += length
             end = max(end, prefill.done)
             self.stats.prefill_tokens += len(part)
         window = bucket(end, CHUNK, self._capacity)
         self.stats.shapes.add(("prefill", rows, length, window))
         self._cache = device.prefill(
-            self.config, self._params, self._cache, tokens, positions, slots, window
+            self.config, self.weights, self._cache, tokens, positions, slots, adapters, window
         )
         return rows * length
 
@@ -327,10 +349,11 @@ class Scheduler:
         self.stats.shapes.add(("decode", rows, window))
         self._cache, logits = device.decode(
             self.config,
-            self._params,
+            self.weights,
             self._cache,
             table.tokens[:rows],
             table.positions[:rows],
+            table.adapters[:rows],
             window,
         )
         done, failed = table.record(self._draw(logits, active), self.version)

@@ -35,6 +35,7 @@ class SlotTable:
         self.decoding = np.zeros(slots, bool)
         self.tokens = np.zeros(slots, np.int32)
         self.positions = np.full(slots, capacity, np.int32)
+        self.adapters = np.zeros(slots, np.int32)
         self.seeds = np.zeros((slots, 2), np.uint32)
         self.temperature = np.ones(slots, np.float32)
         self.top_k = np.zeros(slots, np.int32)
@@ -55,6 +56,7 @@ class SlotTable:
         self.decoding[slot] = True
         self.tokens[slot] = request.tokens[-1]
         self.positions[slot] = length - 1
+        self.adapters[slot] = request.adapter
         self.seeds[slot] = request.seed >> 32, request.seed & 0xFFFFFFFF
         self.temperature[slot] = s.temperature
         self.top_k[slot] = min(s.top_k or 0, 2**30)

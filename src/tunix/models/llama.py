@@ -28,14 +28,15 @@ batch it was generated in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
+from tunix.models import lora
 from tunix.models.attention import (
     cached_attention,
     fixed_order_sum,
@@ -52,6 +53,9 @@ KEPT_ACTIVATIONS = 2**30
 """Bytes of activations that are kept rather than recomputed: a recomputation costs a third more."""
 
 Attend = Callable[[Array, Array, Array], Array]
+
+Adapt = Callable[[str, Array, Array], Array]
+"""``adapt(name, x, y)``: what the matrix ``name`` gives for input ``x``, ``y`` being ``x @ w``."""
 
 
 @dataclass(frozen=True)
@@ -222,13 +226,14 @@ def layer(
     sin: Float[Array, "*batch half"],
     attend: Attend,
     *,
+    adapt: Adapt | None = None,
     fixed_order: bool = False,
 ) -> Float[Array, "*batch embed"]:
     """One transformer block.
 
     ``attend(query, key, value)`` maps per-head arrays ``[*batch, heads | kv_heads, head_dim]``
-    to a context ``[*batch, heads, head_dim]``. ``fixed_order`` says that ``weights`` are in
-    generation form and that no result may depend on the number of rows.
+    to a context ``[*batch, heads, head_dim]``. ``adapt`` adds an adapter. ``fixed_order`` says
+    that ``weights`` are in generation form and that no result may depend on the number of rows.
     """
     batch = x.shape[:-1]
 
@@ -236,7 +241,8 @@ def layer(
         return rms_norm(x, weights[name], config.rms_norm_epsilon, fixed_order=fixed_order)
 
     def project(x: Array, name: str) -> Array:
-        return linear(x, weights[name], fixed_order=fixed_order)
+        y = linear(x, weights[name], fixed_order=fixed_order)
+        return y if adapt is None else adapt(name, x, y)
 
     h = norm(x, "attention_norm")
     query = project(h, "query").reshape(*batch, config.num_heads, config.head_dim)
@@ -260,26 +266,68 @@ def hidden_states(
     tokens: Int[Array, "rows length"],
     positions: Int[Array, "rows length"],
     segment_ids: Int[Array, "rows length"],
+    adapter: lora.Adapter | None = None,
+    dropout_keys: Shaped[Array, "rows length"] | None = None,
 ) -> Float[Array, "rows length embed"]:
     """Training form: final-norm outputs of packed rows.
 
     A token sees the earlier tokens of its own segment; ``hidden[:, t]`` predicts
     ``tokens[:, t + 1]``. The layers are scanned. Where their activations are large they are
     recomputed in the backward pass, so that those that live at once are one layer's plus
-    ``[layers, rows, length, embed]``.
+    ``[layers, rows, length, embed]``. With an ``adapter``, ``dropout_keys`` (``lora.token_keys``)
+    switch its dropout on.
     """
     cos, sin = rope_angles(config, positions)
 
     def attend(query: Array, key: Array, value: Array) -> Array:
         return packed_attention(query, key, value, segment_ids)
 
-    def block(x: Array, weights: Params) -> tuple[Array, None]:
-        return layer(config, weights, x, cos, sin, attend), None
+    def block(x: Array, scanned: tuple[Params, Params, Array]) -> tuple[Array, None]:
+        weights, pairs, number = scanned
+
+        def adapt(name: str, x: Array, y: Array) -> Array:
+            if adapter is None or name not in pairs:
+                return y
+            place = number * len(lora.MODULES) + list(lora.MODULES).index(name)
+            return lora.add(adapter, pairs[name], x, y, dropout_keys, place)
+
+        return layer(config, weights, x, cos, sin, attend, adapt=adapt), None
 
     if activation_bytes(config, tokens.size) > KEPT_ACTIVATIONS:
         block = jax.checkpoint(block)
-    x, _ = jax.lax.scan(block, params["embedding"][tokens], params["layers"])
+    pairs = {} if adapter is None else adapter.weights["layers"]
+    scanned = (params["layers"], pairs, jnp.arange(config.num_layers))
+    x, _ = jax.lax.scan(block, embed(params, tokens, adapter), scanned)
     return rms_norm(x, params["final_norm"], config.rms_norm_epsilon)
+
+
+def embed(
+    params: Params, tokens: Int[Array, "*batch"], adapter: lora.Adapter | None = None
+) -> Float[Array, "*batch embed"]:
+    """Look token embeddings up; the adapter's share of them is looked up and projected."""
+    x = params["embedding"][tokens]
+    if adapter is None or "embedding" not in adapter.weights:
+        return x
+    pair = adapter.weights["embedding"]
+    return x + (adapter.scale * (pair["a"][tokens] @ pair["b"])).astype(x.dtype)
+
+
+def projection(
+    params: Params,
+    hidden: Float[Array, "rows length embed"],
+    adapter: lora.Adapter | None = None,
+    dropout_keys: Shaped[Array, "rows length"] | None = None,
+) -> tuple[Float[Array, "rows length inner"], Float[Array, "vocab inner"]]:
+    """Hidden states and head whose product is the logits.
+
+    An adapter on the head widens both: ``[h, s h A] @ [W, B].T = h W.T + s h A B``.
+    """
+    if adapter is None or "head" not in adapter.weights:
+        return hidden, head(params)
+    pair = adapter.weights["head"]
+    low = lora.low_rank_input(adapter, pair, hidden, dropout_keys, 2**31).astype(hidden.dtype)
+    low_head = pair["b"].T.astype(hidden.dtype)
+    return jnp.concatenate([hidden, low], -1), jnp.concatenate([head(params), low_head], -1)
 
 
 def new_cache(config: LlamaConfig, slots: int, positions: int, dtype: Any = jnp.float32) -> Cache:
@@ -302,32 +350,68 @@ def cached_hidden_states(
     slots: Int[Array, " rows"],
     cache: Cache,
     window: int,
+    adapters: Sequence[lora.Adapter] = (),
+    adapter_index: Int[Array, " rows"] | None = None,
 ) -> tuple[Float[Array, "rows length embed"], Cache]:
     """Generation form: run ``length`` new tokens of some slots and write their keys and values.
 
     Decoding is ``length == 1``, a chunk of prompt is ``length > 1``; ``params`` is ``unstack``'s.
     Each token sees the positions up to its own among the first ``window`` of its slot's cache.
     Positions outside the cache are not written: that is how a row is made to leave no trace.
+    ``adapters`` are in generation form; row r uses number ``adapter_index[r]`` of them, from 1,
+    and the bare base where that is 0.
     """
     cos, sin = rope_angles(config, positions)
+
+    def chosen(y: Array, number: int, adapted: Array) -> Array:
+        assert adapter_index is not None
+        return jnp.where(adapter_index[:, None, None] == number, adapted, y)
+
     x = params["embedding"][tokens]
+    for number, one in enumerate(adapters, 1):
+        pair = one.weights.get("embedding")
+        if pair is not None:
+            low = pair["a"][tokens]
+            x = chosen(x, number, lora.add_low_transposed(one, pair, low, x))
     written: Cache = []
-    for weights, (keys, values) in zip(params["layers"], cache, strict=True):
+    for i, (weights, (keys, values)) in enumerate(zip(params["layers"], cache, strict=True)):
+
+        def adapt(name: str, x: Array, y: Array, i=i) -> Array:
+            result = y
+            for number, one in enumerate(adapters, 1):
+                pair = one.weights["layers"][i].get(name)
+                if pair is not None:
+                    result = chosen(result, number, lora.add_transposed(one, pair, x, y))
+            return result
 
         def attend(query: Array, key: Array, value: Array, keys=keys, values=values) -> Array:
             updated = write_cache(keys, values, key, value, slots, positions)
             written.append(updated)
             return cached_attention(query, *updated, slots, positions, window)
 
-        x = layer(config, weights, x, cos, sin, attend, fixed_order=True)
+        x = layer(config, weights, x, cos, sin, attend, adapt=adapt, fixed_order=True)
     hidden = rms_norm(x, params["final_norm"], config.rms_norm_epsilon, fixed_order=True)
     return hidden, written
 
 
-def logits(params: Params, hidden: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-    """Project hidden states to the vocabulary, accumulating in at least float32."""
+def logits(
+    params: Params,
+    hidden: Float[Array, "*batch embed"],
+    adapters: Sequence[lora.Adapter] = (),
+    adapter_index: Int[Array, "*batch"] | None = None,
+) -> Float[Array, "*batch vocab"]:
+    """Project hidden states to the vocabulary, accumulating in at least float32.
+
+    ``adapters`` and ``adapter_index`` as in ``cached_hidden_states``.
+    """
     accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
-    return jnp.einsum("...d,vd->...v", hidden, head(params), preferred_element_type=accumulate)
+    result = jnp.einsum("...d,vd->...v", hidden, head(params), preferred_element_type=accumulate)
+    for number, one in enumerate(adapters, 1):
+        if "head" in one.weights:
+            assert adapter_index is not None
+            adapted = lora.add_transposed(one, one.weights["head"], hidden, result)
+            result = jnp.where(adapter_index[..., None] == number, adapted, result)
+    return result
 
 
 def full_logits(
@@ -335,8 +419,12 @@ def full_logits(
     params: Params,
     tokens: Int[Array, "rows length"],
     valid: Bool[Array, "rows length"] | None = None,
+    adapter: lora.Adapter | None = None,
 ) -> Float[Array, "rows length vocab"]:
     """Logits at every position of plain right-padded rows: for tests and small inspections."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = jnp.ones_like(tokens) if valid is None else valid.astype(jnp.int32)
-    return logits(params, hidden_states(config, params, tokens, positions, segments))
+    hidden = hidden_states(config, params, tokens, positions, segments, adapter)
+    inner, matrix = projection(params, hidden, adapter)
+    accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
+    return jnp.einsum("...d,vd->...v", inner, matrix, preferred_element_type=accumulate)

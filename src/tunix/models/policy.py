@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tunix.errors import DataError, ModelError, nearest
-from tunix.models import gguf, huggingface
+from tunix.models import gguf, huggingface, lora, peft
 from tunix.models.llama import LlamaConfig, Params
 from tunix.text import template
 from tunix.text.stop import stop_ids
@@ -28,6 +28,7 @@ class Policy:
 
     config: LlamaConfig
     params: Params
+    """In training form; the base where there is an adapter."""
     tokenizer: Tokenizer | None
     """None for a model over bare ids; such a policy takes tasks of ``tokens`` only."""
     stop_ids: frozenset[int]
@@ -38,15 +39,26 @@ class Policy:
     """What it was loaded from, for the run's record."""
     generation: dict[str, Any] = field(default_factory=dict)
     """Content of ``generation_config.json``; kept for saving, read by nothing."""
+    adapter: lora.Adapter | None = None
+    """Part of the policy; without it the policy is the base."""
+
+    @property
+    def adapters(self) -> tuple[lora.Adapter, ...]:
+        """What an engine is given."""
+        return () if self.adapter is None else (self.adapter,)
 
 
 def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
     """Load a policy from a Hugging Face folder, a ``.gguf`` file, or ``package:NAME``.
 
+    A folder may also be a PEFT adapter, which names its base.
     ``dtype`` (float32, bfloat16, float16) is that of the parameters. Memory peaks at little more
     than their size. Raises ``ModelError`` that names the file, tensor or field at fault.
     """
     path = locate(source)
+    if path.is_dir() and peft.is_adapter(path):
+        base = load_policy(_base_of(path), dtype)
+        return replace(base, adapter=peft.load_adapter(path, base.config))
     if path.is_dir():
         config, content = huggingface.load_config(path)
         generation = read_json(path / "generation_config.json")
@@ -68,10 +80,17 @@ def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
 def save_policy(policy: Policy, folder: str | Path) -> None:
     """Write a Hugging Face folder, which ``load_policy`` and ``transformers`` open.
 
-    Weights come last and appear whole, so a folder with ``model.safetensors`` is complete.
+    A policy with an adapter becomes a PEFT folder, which holds the adapter and names the base;
+    ``merged`` makes it whole. Weights come last and appear whole, so a folder with
+    ``model.safetensors`` or ``adapter_model.safetensors`` is complete.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if policy.adapter is not None:
+        if policy.tokenizer is not None:
+            policy.tokenizer.save(folder)
+        peft.save_adapter(folder, policy.adapter, policy.source)
+        return
     tokenizer, stops = policy.tokenizer, sorted(policy.stop_ids)
     ids: dict[str, Any] = {"eos_token_id": stops[0] if len(stops) == 1 else stops or None}
     if tokenizer is not None:
@@ -81,6 +100,23 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
     generation = policy.generation | {key: value for key, value in ids.items() if value is not None}
     huggingface.save_config(folder, content | ids, generation)
     huggingface.save_params(folder / "model.safetensors", policy.config, policy.params)
+
+
+def merged(policy: Policy) -> Policy:
+    """The same policy without an adapter: it is added into the parameters."""
+    if policy.adapter is None:
+        return policy
+    params = lora.merge(policy.params, policy.adapter)
+    config = replace(policy.config, tie_embeddings="head" not in params)
+    return replace(policy, params=params, config=config, adapter=None)
+
+
+def _base_of(folder: Path) -> str | Path:
+    """Where an adapter's base is; a relative path also counts from the adapter's folder."""
+    base = peft.read_settings(folder)["base_model_name_or_path"]
+    if not base.startswith(PACKAGE) and not Path(base).exists() and (folder / base).exists():
+        return folder / base
+    return base
 
 
 def encode_task(policy: Policy, task: Task) -> list[int]:

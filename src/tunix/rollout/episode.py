@@ -163,7 +163,9 @@ class EpisodeRunner:
                 record.status = "truncated"
                 return
             limited = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-            request = Request(list(record.tokens), limited, seed(turn))
+            request = Request(
+                list(record.tokens), limited, seed(turn), adapter=len(self.policy.adapters)
+            )
             completion = await self.engine.generate(request)
             record.add_action(completion)
             record.text = answer_text(self.policy, [int(t) for t in completion.tokens])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from tunix.datasets.batch import Batch, micro_batches, select
 from tunix.losses.aggregate import weighted_sum
 from tunix.losses.logprobs import token_logprobs
-from tunix.models import llama
+from tunix.models import llama, lora
 
 Sums = dict[str, tuple[Array, Array]]
 """Metrics as (sum, count), so that they add up over micro-batches; the mean is taken at the end."""
@@ -49,7 +49,24 @@ class TrainState:
     """All that an update changes."""
 
     params: Any
+    """What is trained: the model's parameters, or the adapter's weights."""
     optimizer_state: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """What training leaves alone: nothing, or the base under an adapter."""
+
+    base: Any = None
+    adapter: lora.Adapter | None = None
+    """The adapter's settings; its ``weights`` are what is trained."""
+
+    def combined(self, trained: Any) -> tuple[Any, lora.Adapter | None]:
+        """Parameters and adapter of the policy that ``trained`` makes."""
+        if self.adapter is None:
+            return trained, None
+        return self.base, replace(self.adapter, weights=trained)
 
 
 def masked_sums(mask: Array, values: dict[str, Array]) -> Sums:
@@ -59,19 +76,31 @@ def masked_sums(mask: Array, values: dict[str, Array]) -> Sums:
 
 
 def policy_outputs(
-    model: llama.LlamaConfig, params: Any, batch: Batch, temperature: float, actions: int
+    model: llama.LlamaConfig,
+    params: Any,
+    batch: Batch,
+    temperature: float,
+    actions: int,
+    adapter: lora.Adapter | None = None,
+    dropout_key: PRNGKeyArray | None = None,
 ) -> PolicyOutputs:
     """Run packed rows; project only the (at most ``actions``) action positions to the vocabulary.
 
     ``hidden[row, t - 1]`` predicts ``tokens[row, t]``: the shift happens here and nowhere else.
     """
-    hidden = llama.hidden_states(model, params, batch.tokens, batch.positions, batch.segment_ids)
+    keys = None
+    if dropout_key is not None:
+        keys = lora.token_keys(dropout_key, batch.sequence_ids, batch.positions)
+    hidden = llama.hidden_states(
+        model, params, batch.tokens, batch.positions, batch.segment_ids, adapter, keys
+    )
+    hidden, head = llama.projection(params, hidden, adapter, keys)
     size = batch.tokens.size
     mask = jnp.asarray(batch.action_mask).at[:, 0].set(False).reshape(-1)
     where = jnp.flatnonzero(mask, size=actions, fill_value=size)
     before = hidden.reshape(size, -1).at[where - 1].get(mode="clip")
     targets = jnp.asarray(batch.tokens).reshape(-1).at[where].get(mode="clip")
-    logprobs, entropy = token_logprobs(before, llama.head(params), targets, temperature)
+    logprobs, entropy = token_logprobs(before, head, targets, temperature)
 
     def spread(values: Array) -> Array:
         empty = jnp.zeros(size, values.dtype)
@@ -85,12 +114,15 @@ def objective(
     loss: LossFunction,
     temperature: float,
     actions: int,
-    params: Any,
+    trained: Any,
+    frozen: Frozen,
     batch: Batch,
+    dropout_key: PRNGKeyArray | None = None,
 ) -> tuple[Float[Array, ""], Sums]:
     """Weighted sum of the per-token losses of one micro-batch, and its metrics."""
     batch = select(batch)
-    outputs = policy_outputs(model, params, batch, temperature, actions)
+    params, adapter = frozen.combined(trained)
+    outputs = policy_outputs(model, params, batch, temperature, actions, adapter, dropout_key)
     values, sums = loss(outputs, batch)
     return weighted_sum(values, batch.weights, batch.action_mask), sums
 
@@ -98,7 +130,8 @@ def objective(
 class Learner:
     """Holds the training state and the compiled update.
 
-    ``loss`` must be a pure function; whatever it needs beyond the outputs is in the batch.
+    ``loss`` must be a pure function; whatever it needs beyond the outputs is in the batch. With an
+    ``adapter`` its weights are trained, and ``params`` are used as they are, without a copy.
     """
 
     def __init__(
@@ -108,23 +141,27 @@ class Learner:
         optimizer: optax.GradientTransformation,
         loss: LossFunction,
         *,
+        adapter: lora.Adapter | None = None,
         temperature: float = 1.0,
         micro_batch_tokens: int = 4096,
     ):
         self.model = model
         self.micro_batch_tokens = micro_batch_tokens
         self.temperature = temperature
+        self.frozen = Frozen()
+        if adapter is not None:
+            params, self.frozen = adapter.weights, Frozen(params, replace(adapter, weights=None))
         # a copy, since updates donate the buffers and the caller's must stay readable
-        params = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
-        self.state = TrainState(params, jax.jit(optimizer.init)(params))
-        accumulator = jnp.promote_types(params["embedding"].dtype, jnp.float32)
+        trained = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
+        self.state = TrainState(trained, jax.jit(optimizer.init)(trained))
+        accumulator = jnp.promote_types(jax.tree.leaves(trained)[0].dtype, jnp.float32)
         self._accumulate = jax.jit(
-            partial(_accumulate, model, loss, temperature), static_argnums=0, donate_argnums=(2, 3)
+            partial(_accumulate, model, loss, temperature), static_argnums=0, donate_argnums=(3, 4)
         )
         self._apply = jax.jit(partial(_apply, optimizer), donate_argnums=(0,))
         self._logprobs = jax.jit(
-            lambda actions, params, batch: (
-                policy_outputs(model, params, batch, temperature, actions).logprobs
+            lambda actions, params, adapter, batch: (
+                policy_outputs(model, params, batch, temperature, actions, adapter).logprobs
             ),
             static_argnums=0,
         )
@@ -133,9 +170,9 @@ class Learner:
         )
 
     @property
-    def params(self) -> Any:
-        """The current parameters; the next ``update`` donates these buffers."""
-        return self.state.params
+    def policy(self) -> tuple[Any, lora.Adapter | None]:
+        """Current parameters and adapter; the next ``update`` donates what it trains of them."""
+        return self.frozen.combined(self.state.params)
 
     @property
     def compilations(self) -> int:
@@ -144,38 +181,48 @@ class Learner:
         return sum(program._cache_size() for program in programs)  # pyright: ignore
 
     def gradients(
-        self, batch: Batch
+        self, batch: Batch, dropout_key: PRNGKeyArray | None = None
     ) -> tuple[Any, Float[Array, ""], dict[str, tuple[float, float]]]:
-        """Gradient, loss and (sum, count) metrics of one update, summed over micro-batches."""
+        """Gradient, loss and (sum, count) metrics of one update, summed over micro-batches.
+
+        Without ``dropout_key`` no adapter input is dropped.
+        """
         parts = micro_batches(batch, self.micro_batch_tokens)
         actions = action_bucket(parts)
-        gradients, loss = self._zeros(self.params)
+        trained = self.state.params
+        gradients, loss = self._zeros(trained)
         each = []
         for part in parts:
-            gradients, loss, sums = self._accumulate(actions, self.params, gradients, loss, part)
+            gradients, loss, sums = self._accumulate(
+                actions, trained, self.frozen, gradients, loss, part, dropout_key
+            )
             each.append(sums)
         each = jax.device_get(each)
         return gradients, loss, {name: _total(sums[name] for sums in each) for name in each[0]}
 
-    def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer update.
+    def update(self, batch: Batch, dropout_key: PRNGKeyArray | None = None) -> dict[str, float]:
+        """One optimizer update; ``dropout_key`` is a new one for each.
 
         Returns the loss, the means of the loss function's metrics, ``gradient_norm`` (before
         clipping) and ``skipped_updates`` (1 where loss or gradient was not finite: then neither
         parameters nor optimizer state changed).
         """
-        gradients, loss, sums = self.gradients(batch)
+        gradients, loss, sums = self.gradients(batch, dropout_key)
         self.state, norm, finite = self._apply(self.state, gradients, loss)
         loss, norm, finite = jax.device_get((loss, norm, finite))
         metrics = {name: mean(*pair) for name, pair in sums.items()}
         metrics |= {"loss": float(loss), "gradient_norm": float(norm)}
         return metrics | {"skipped_updates": float(not finite)}
 
-    def logprobs(self, params: Any, batch: Batch) -> Float[np.ndarray, "rows length"]:
-        """Log-probabilities of a batch's actions under ``params`` (a reference, say)."""
+    def logprobs(self, batch: Batch, reference: Any = None) -> Float[np.ndarray, "rows length"]:
+        """Log-probabilities of a batch's actions under the current policy, without dropout.
+
+        With ``reference`` (parameters in training form) under those, without any adapter.
+        """
+        params, adapter = self.policy if reference is None else (reference, None)
         parts = micro_batches(batch, self.micro_batch_tokens)
         actions = action_bucket(parts)
-        rows = [np.asarray(self._logprobs(actions, params, part)) for part in parts]
+        rows = [np.asarray(self._logprobs(actions, params, adapter, part)) for part in parts]
         return np.concatenate(rows)[: batch.shape[0]]
 
 
@@ -195,9 +242,9 @@ def action_bucket(parts: list[Batch]) -> int:
     return half if most <= half else 2 * half
 
 
-def _accumulate(model, loss, temperature, actions, params, gradients, total, batch):
+def _accumulate(model, loss, temperature, actions, trained, frozen, gradients, total, batch, key):
     grad = jax.value_and_grad(partial(objective, model, loss, temperature, actions), has_aux=True)
-    (value, sums), new = grad(params, batch)
+    (value, sums), new = grad(trained, frozen, batch, key)
     return jax.tree.map(jnp.add, gradients, new), total + value, sums
 
 

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from tunix.config import TrainingConfig
 from tunix.datasets.batch import Batch
 from tunix.errors import RunError
 from tunix.models.policy import Policy, save_policy
 from tunix.profiling.spans import Spans
+from tunix.training.adapter import trained_adapter
 from tunix.training.checkpoint import Checkpoints
 from tunix.training.learner import Learner, LossFunction
 from tunix.training.optimizer import make_optimizer
@@ -109,6 +112,10 @@ class TrainingRun:
     """True while the parameters are those of an unfinished step."""
     _evaluation_due: bool = field(init=False, default=True)
 
+    def __post_init__(self) -> None:
+        adapter = trained_adapter(self.config, self.policy)
+        self.policy = replace(self.policy, adapter=adapter)
+
     def __enter__(self) -> TrainingRun:
         self._guard = _InterruptGuard()
         self.folder.warn = self.tell
@@ -117,6 +124,7 @@ class TrainingRun:
             self.policy.params,
             make_optimizer(self.config, self.total_updates),
             self.loss,
+            adapter=self.policy.adapter,
             temperature=self.temperature,
             micro_batch_tokens=self.config.micro_batch_tokens,
         )
@@ -171,7 +179,7 @@ class TrainingRun:
         unchanged = not self._half_done
         self._half_done = True
         with self.spans("update"):
-            metrics = self.learner.update(batch)
+            metrics = self.learner.update(batch, self._dropout_key())
         if metrics["skipped_updates"] and unchanged:
             self._half_done = False
         self._updates.append(metrics)
@@ -184,6 +192,13 @@ class TrainingRun:
                 f"{streak} updates in a row had a loss or gradient that is not finite; stopped "
                 f"after step {self.step} with its state saved in {self.folder.path}"
             )
+
+    def _dropout_key(self) -> PRNGKeyArray | None:
+        """A key for each update of the run, the same after a resume; None without dropout."""
+        if self.config.lora_dropout == 0:
+            return None
+        key = jax.random.fold_in(jax.random.key(self.config.seed), self.step)
+        return jax.random.fold_in(key, len(self._updates))
 
     def finish_step(self, metrics: Metrics, tokens: int) -> None:
         """End the body of a step; ``tokens`` are the real ones (no padding) it worked on."""
@@ -226,7 +241,8 @@ class TrainingRun:
         return Run(self.folder.path, self._trained(), self.metrics, self.evaluations)
 
     def _trained(self) -> Policy:
-        return replace(self.policy, params=self.learner.params, version=self.step)
+        params, adapter = self.learner.policy
+        return replace(self.policy, params=params, adapter=adapter, version=self.step)
 
     def _evaluate(self) -> float | None:
         if self.evaluate is None:

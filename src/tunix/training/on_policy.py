@@ -155,6 +155,7 @@ class OnPolicyRun(TrainingRun):
         self.engine = Engine(
             self.policy.config,
             self.policy.params,
+            adapters=self.policy.adapters,
             slots=config.slots,
             max_positions=longest,
             version=0,
@@ -190,9 +191,13 @@ class OnPolicyRun(TrainingRun):
         self.evaluate = evaluator.evaluate if source.held_out else None
 
     def __enter__(self) -> OnPolicyRun:
-        super().__enter__()
-        if self.step > 0:
-            self.engine.publish(self.learner.params, self.step)
+        try:
+            super().__enter__()
+            if self.step > 0:
+                self._publish(self.step)
+        except BaseException:
+            self.engine.close()
+            raise
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -253,18 +258,30 @@ class OnPolicyRun(TrainingRun):
         if self.reference is None:
             return batch
         with self.spans("reference"):
-            scored = self.learner.logprobs(self.reference, batch)
+            scored = self.learner.logprobs(batch, self.reference)
         return replace(batch, reference_logprobs=scored)
 
     def finish(self, groups: Sequence[Group]) -> None:
         """Publish the new policy to the engine and end the step."""
         with self.spans("publish"):
-            self.engine.publish(self.learner.params, self.step + 1)
+            changed = self._publish(self.step + 1)
+        moved = [u for u in self._updates if u["gradient_norm"] > 0 and not u["skipped_updates"]]
+        if moved and not changed:
+            raise RunError(
+                f"step {self.step + 1}: an update with a gradient of norm "
+                f"{moved[0]['gradient_norm']:.3g} left every published number as it was; is "
+                f"learning_rate = {self.settings.learning_rate} lost in {self.settings.dtype}?"
+            )
         played = [(g.task, t) for g in groups for t in g.trajectories]
         shown = [{"step": self.step + 1} | sample_record(*pair) for pair in played[:4]]
         self.folder.append_samples(shown)
         tokens = sum(len(t.tokens) for _, t in played)
         self.finish_step(rollout_metrics(groups, self.settings.success_reward), tokens)
+
+    def _publish(self, version: int) -> bool:
+        """Hand the engine what is trained; return whether any number differs from what it had."""
+        params, adapter = self.learner.policy
+        return self.engine.publish(params if adapter is None else adapter, version)
 
     def trainable(self, groups: Sequence[Group]) -> Bool[np.ndarray, "groups size"]:
         """Return which samples may enter the loss.

@@ -137,7 +137,7 @@ def pack_examples(examples: Sequence[Example], config: SFTConfig) -> Batch:
 def evaluate(run: TrainingRun, held_out: Sequence[Example], config: SFTConfig) -> dict[str, float]:
     """Loss (nats a trained token) and perplexity over held-out rows."""
     batch = pack_examples(held_out, config)
-    logprobs = run.learner.logprobs(run.learner.params, batch)
+    logprobs = run.learner.logprobs(batch)
     mean = -float(logprobs[batch.action_mask].astype(np.float64).mean())
     return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "rows": float(len(held_out))}
 
