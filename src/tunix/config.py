@@ -48,11 +48,11 @@ class TrainingConfig(RunConfig):
     model: str
     """Hugging Face folder, .gguf file, or package:NAME of an installed package that ships one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of parameters and computation."""
+    """Type of computation; what is trained is kept in float32 beside it."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW; eta."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer updates over which the learning rate rises linearly from 0."""
+    """Optimizer updates over which the learning rate rises linearly to its peak."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up."""
     final_learning_rate: Fraction = 0.0

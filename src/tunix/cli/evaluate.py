@@ -24,7 +24,7 @@ from tunix.models.policy import Policy, load_policy
 from tunix.profiling.spans import Spans
 from tunix.report.layout import evaluation_text
 from tunix.rollout.collector import Collector
-from tunix.rollout.episode import EpisodeRunner
+from tunix.rollout.episode import EpisodeRunner, task_prompt
 from tunix.training.evaluation import Evaluator
 from tunix.training.on_policy import TaskSource, task_source
 
@@ -115,7 +115,7 @@ def make_evaluator(
         Spans(),
     )
     for task in source.held_out:
-        runner.prompt(task)
+        task_prompt(policy, task, config.max_prompt_tokens)
     sampling = sampling_params(config, policy.stop_ids)
     collector = Collector(
         runner,

@@ -59,6 +59,11 @@ class Engine:
         """Version of the parameters that draw the next token."""
         return self._scheduler.version
 
+    @property
+    def adapters(self) -> int:
+        """How many adapters there are; the policy in training is the last of them, or the base."""
+        return len(self._scheduler.weights.adapters)
+
     async def generate(self, request: Request) -> Completion:
         """Generate one completion; cancelling the awaiting task aborts the request.
 

@@ -82,6 +82,21 @@ class _EnvironmentFailure(Exception):
     """The environment raised; carries what it said."""
 
 
+def task_prompt(policy: Policy, task: Task, max_prompt_tokens: int) -> list[int]:
+    """Render a task to token ids.
+
+    Raises:
+        DataError: more than ``max_prompt_tokens``, or the template refuses it.
+    """
+    tokens = encode_task(policy, task)
+    if not 0 < len(tokens) <= max_prompt_tokens:
+        raise DataError(
+            f"task {task.id!r}: its prompt has {len(tokens)} tokens; expected between 1 and "
+            f"max_prompt_tokens ({max_prompt_tokens})"
+        )
+    return tokens
+
+
 @dataclass(frozen=True)
 class EpisodeRunner:
     """Plays a policy in an environment; lengths in tokens, times in seconds."""
@@ -137,25 +152,11 @@ class EpisodeRunner:
             error=error,
         )
 
-    def prompt(self, task: Task) -> list[int]:
-        """Render a task to token ids.
-
-        Raises:
-            DataError: more than ``max_prompt_tokens``, or the template refuses it.
-        """
-        tokens = encode_task(self.policy, task)
-        if not 0 < len(tokens) <= self.max_prompt_tokens:
-            raise DataError(
-                f"task {task.id!r}: its prompt has {len(tokens)} tokens; expected between 1 and "
-                f"max_prompt_tokens ({self.max_prompt_tokens})"
-            )
-        return tokens
-
     async def _run(self, environment, record: _Record, task: Task, sampling, seed) -> None:
         seen: Observation = await self._ask(environment.reset, task)
         shown = replace(task, messages=seen.messages, text=seen.text, tokens=seen.tokens)
         record.messages = list(seen.messages or [])
-        record.add_context(self.prompt(shown))
+        record.add_context(task_prompt(self.policy, shown, self.max_prompt_tokens))
         turn = 0
         while True:
             room = self.max_episode_tokens - len(record.tokens)
@@ -164,7 +165,7 @@ class EpisodeRunner:
                 return
             limited = replace(sampling, max_tokens=min(sampling.max_tokens, room))
             request = Request(
-                list(record.tokens), limited, seed(turn), adapter=len(self.policy.adapters)
+                list(record.tokens), limited, seed(turn), adapter=self.engine.adapters
             )
             completion = await self.engine.generate(request)
             record.add_action(completion)

@@ -44,7 +44,7 @@ class Checkpoints:
         except OSError as error:
             raise RunError(f"checkpoint folder {self.folder} cannot be used: {error}") from None
         self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
-        self._scores = {step: self._read_record(step)["score"] for step in self.steps()}
+        self._scores = {step: self._read_score(step) for step in self.steps()}
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending; one that is being written is not there."""
@@ -70,7 +70,8 @@ class Checkpoints:
         self.wait()
         score = None if score is None or math.isnan(score) else float(score)
         if step in self.steps():
-            self._scores[step] = score if score is not None else self._scores.get(step)
+            if score is not None:
+                self._write_late_score(step, score)
             return
         leaves = _flatten(state)
         content = {
@@ -153,6 +154,20 @@ class Checkpoints:
         leaves = [_like(restored.get(path), leaf) for path, leaf in wanted.items()]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), content["record"]
 
+    def _read_score(self, step: int) -> float | None:
+        late = self.folder / f"{step}.score"
+        return float(late.read_text()) if late.is_file() else self._read_record(step)["score"]
+
+    def _write_late_score(self, step: int, score: float) -> None:
+        """Keep a score that was known only after the step was saved, beside the checkpoint."""
+        self._scores[step] = score
+        partial = self.folder / f"{step}.score.partial"
+        try:
+            partial.write_text(repr(score))
+            os.replace(partial, self.folder / f"{step}.score")
+        except OSError as error:
+            raise self._failed(error) from error
+
     def _read_record(self, step: int) -> dict[str, Any]:
         path = self.folder / str(step)
         try:
@@ -191,6 +206,7 @@ class Checkpoints:
             unwanted = self.folder / f"{step}.deleted"
             os.replace(self.folder / str(step), unwanted)
             shutil.rmtree(unwanted, ignore_errors=True)
+            (self.folder / f"{step}.score").unlink(missing_ok=True)
             self._scores.pop(step, None)
 
     def _failed(self, error: Exception) -> RunError:

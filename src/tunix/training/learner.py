@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -49,24 +49,27 @@ class TrainState:
     """All that an update changes."""
 
     params: Any
-    """What is trained: the model's parameters, or the adapter's weights."""
+    """What is trained, in at least float32: the model's parameters, or the adapter's weights."""
     optimizer_state: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Frozen:
-    """What training leaves alone: nothing, or the base under an adapter."""
+    """What training leaves alone: the type of computation, and the base under an adapter."""
 
+    dtype: Any = field(metadata={"static": True})
+    """Parameters are cast to it for each pass: a step of Adam would be lost in bfloat16."""
     base: Any = None
     adapter: lora.Adapter | None = None
     """The adapter's settings; its ``weights`` are what is trained."""
 
     def combined(self, trained: Any) -> tuple[Any, lora.Adapter | None]:
         """Parameters and adapter of the policy that ``trained`` makes."""
-        if self.adapter is None:
-            return trained, None
-        return self.base, replace(self.adapter, weights=trained)
+        if self.adapter is not None:
+            return self.base, replace(self.adapter, weights=trained)
+        same = lambda leaf: leaf if leaf.dtype == self.dtype else leaf.astype(self.dtype)  # noqa: E731
+        return jax.tree.map(same, trained), None
 
 
 def masked_sums(mask: Array, values: dict[str, Array]) -> Sums:
@@ -148,13 +151,14 @@ class Learner:
         self.model = model
         self.micro_batch_tokens = micro_batch_tokens
         self.temperature = temperature
-        self.frozen = Frozen()
+        self.frozen = Frozen(params["embedding"].dtype)
         if adapter is not None:
-            params, self.frozen = adapter.weights, Frozen(params, replace(adapter, weights=None))
+            self.frozen = replace(self.frozen, base=params, adapter=replace(adapter, weights=None))
+            params = adapter.weights
+        accumulator = jnp.promote_types(self.frozen.dtype, jnp.float32)
         # a copy, since updates donate the buffers and the caller's must stay readable
-        trained = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
+        trained = jax.tree.map(lambda leaf: jnp.array(leaf, accumulator, copy=True), params)
         self.state = TrainState(trained, jax.jit(optimizer.init)(trained))
-        accumulator = jnp.promote_types(jax.tree.leaves(trained)[0].dtype, jnp.float32)
         self._accumulate = jax.jit(
             partial(_accumulate, model, loss, temperature), static_argnums=0, donate_argnums=(3, 4)
         )

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
+import optax
 from jaxtyping import PRNGKeyArray
 
 from tunix.config import TrainingConfig
@@ -28,8 +29,10 @@ from tunix.profiling.spans import Spans
 from tunix.training.adapter import trained_adapter
 from tunix.training.checkpoint import Checkpoints
 from tunix.training.learner import Learner, LossFunction
-from tunix.training.optimizer import make_optimizer
+from tunix.training.optimizer import learning_rate_schedule, make_optimizer
 from tunix.training.run_folder import RunFolder
+
+Config = TypeVar("Config", bound=TrainingConfig)
 
 Metrics = dict[str, float | int]
 """Logged numbers by name; ``step`` and counts may be whole numbers."""
@@ -70,13 +73,13 @@ class Run:
     folder: Path
     policy: Policy
     metrics: list[Metrics]
-    """One dictionary a step of this process (not of an earlier, interrupted one)."""
+    """One dictionary a step, those before an interruption included."""
     evaluations: list[Metrics]
     """One dictionary an evaluation, each with its ``step``; the first is before any update."""
 
 
 @dataclass
-class TrainingRun:
+class TrainingRun(Generic[Config]):
     """A run in progress; use it as a context manager.
 
     ``steps`` yields the steps still to do; the body of the loop calls ``update`` for each batch and
@@ -85,8 +88,9 @@ class TrainingRun:
     """
 
     folder: RunFolder
-    config: TrainingConfig
+    config: Config
     policy: Policy
+    """What training starts from; its parameters are let go once the learner has its own."""
     loss: LossFunction
     total_steps: int
     total_updates: int
@@ -108,6 +112,7 @@ class TrainingRun:
     _best: float = field(init=False, default=-math.inf)
     _updates: list[Metrics] = field(init=False, default_factory=list)
     _guard: _InterruptGuard = field(init=False)
+    _cleanup: contextlib.ExitStack = field(init=False)
     _half_done: bool = field(init=False, default=False)
     """True while the parameters are those of an unfinished step."""
     _evaluation_due: bool = field(init=False, default=True)
@@ -116,10 +121,29 @@ class TrainingRun:
         adapter = trained_adapter(self.config, self.policy)
         self.policy = replace(self.policy, adapter=adapter)
 
-    def __enter__(self) -> TrainingRun:
-        self._guard = _InterruptGuard()
-        self.folder.warn = self.tell
-        self.learner = Learner(
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:  # whatever fails, what was opened is closed
+            for observer in self.observers:
+                stack.callback(observer.close)
+            self.folder.warn = self.tell
+            stack.callback(self._write_trace)
+            self.learner = self._make_learner()
+            self._checkpoints = Checkpoints(
+                self.folder.path / "checkpoints", keep=self.config.keep_checkpoints
+            )
+            stack.callback(self._checkpoints.close)
+            self._restore()
+            self._open(stack)
+            for observer in self.observers:
+                observer.start(self.folder.path, self.total_steps, self.step)
+            self._guard = _InterruptGuard()
+            self._guard.install()
+            stack.callback(self._guard.remove)
+            self._cleanup = stack.pop_all()
+        return self
+
+    def _make_learner(self) -> Learner:
+        learner = Learner(
             self.policy.config,
             self.policy.params,
             make_optimizer(self.config, self.total_updates),
@@ -128,26 +152,22 @@ class TrainingRun:
             temperature=self.temperature,
             micro_batch_tokens=self.config.micro_batch_tokens,
         )
-        self._checkpoints = Checkpoints(
-            self.folder.path / "checkpoints", keep=self.config.keep_checkpoints
-        )
-        self._restore()
-        for observer in self.observers:
-            observer.start(self.folder.path, self.total_steps, self.step)
-        self._guard.install()
-        return self
+        self.policy = replace(self.policy, params={}, adapter=None)
+        return learner
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Open what else the run needs, with the learner as it was restored."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._guard.remove()
-        try:
+        with self._cleanup:
             if error is not None:
                 self._save_interrupted()
-            self._checkpoints.wait()
-            self._checkpoints.close()
-        finally:
+
+    def _write_trace(self) -> None:
+        try:
             self.spans.write_trace(self.folder.path / "trace.json")
-            for observer in self.observers:
-                observer.close()
+        except OSError as error:  # not worth more than a word
+            self.tell(f"trace.json could not be written: {error}")
 
     def steps(self) -> Iterator[int]:
         """Yield the numbers of the steps still to do, from 0; evaluates before the very first."""
@@ -174,12 +194,13 @@ class TrainingRun:
         """One optimizer update.
 
         Raises:
-            RunError: ``max_skipped_updates`` in a row were not finite; the state is saved.
+            RunError: ``max_skipped_updates`` in a row were not finite.
         """
         unchanged = not self._half_done
         self._half_done = True
         with self.spans("update"):
-            metrics = self.learner.update(batch, self._dropout_key())
+            metrics = {"learning_rate": self._learning_rate()}
+            metrics |= self.learner.update(batch, self._dropout_key())
         if metrics["skipped_updates"] and unchanged:
             self._half_done = False
         self._updates.append(metrics)
@@ -190,8 +211,13 @@ class TrainingRun:
         if self.counters["skipped_in_a_row"] >= self.config.max_skipped_updates:
             raise RunError(
                 f"{streak} updates in a row had a loss or gradient that is not finite; stopped "
-                f"after step {self.step} with its state saved in {self.folder.path}"
+                f"in step {self.step + 1}"
             )
+
+    def _learning_rate(self) -> float:
+        """Rate of the next update; the schedule counts the updates that were not skipped."""
+        (_, done), *_ = optax.tree.get_all_with_path(self.learner.state.optimizer_state, "count")
+        return float(np.asarray(learning_rate_schedule(self.config, self.total_updates)(done)))
 
     def _dropout_key(self) -> PRNGKeyArray | None:
         """A key for each update of the run, the same after a resume; None without dropout."""
@@ -284,15 +310,30 @@ class TrainingRun:
         self.counters = record["counters"]
         self._evaluation_due = record["evaluation_due"]
         self.folder.cut_back(record["offsets"])
+        self._reread()
+
+    def _reread(self) -> None:
+        """Take up the record of the steps and evaluations before the interruption."""
+        prefix = "evaluation/"
+        for row in self.folder.read_metrics():
+            judged = {k.removeprefix(prefix): v for k, v in row.items() if k.startswith(prefix)}
+            if judged:
+                self.evaluations.append({"step": row["step"]} | judged)
+            else:
+                self.metrics.append(row)
 
     def _save_interrupted(self) -> None:
-        # while collecting or evaluating, the parameters are those of the last finished step
-        if self._half_done or self.step == 0 or self._checkpoints.latest_step() == self.step:
-            return
+        """Save the last whole step if it is not, and say from where the run can go on."""
         try:
-            self._save(None)
+            # while collecting or evaluating, the parameters are those of the last finished step
+            if not self._half_done and 0 < self.step != self._checkpoints.latest_step():
+                self._save(None)
+            self._checkpoints.wait()
         except Exception as error:  # what stopped the run matters more than this
             self.tell(f"the state of step {self.step} could not be saved: {error}")
+        newest = self._checkpoints.latest_step()
+        state = "nothing is saved yet" if newest is None else f"the state of step {newest} is saved"
+        self.tell(f"{state} in {self.folder.path}")
 
     def _save_model(self) -> None:
         with self.spans("checkpoint"):

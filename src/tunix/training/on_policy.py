@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tunix.models.policy import Policy
 from tunix.rewards.resolve import import_object, resolve_reward
 from tunix.rewards.verifiable import Reward
 from tunix.rollout.collector import Collector
-from tunix.rollout.episode import EpisodeRunner
+from tunix.rollout.episode import EpisodeRunner, task_prompt
 from tunix.training.evaluation import Evaluator, sample_record
 from tunix.training.learner import LossFunction
 from tunix.training.loop import Observer, TrainingRun
@@ -104,8 +105,19 @@ def _read(config: PolicyGradientConfig, path: str) -> list[Task]:
     )
 
 
-class OnPolicyRun(TrainingRun):
+@dataclass(kw_only=True)
+class OnPolicyRun(TrainingRun[PolicyGradientConfig]):
     """A training run whose batches are collected by the policy itself."""
+
+    source: TaskSource
+    minimum_group: int
+    """Samples that the statistics of a group need."""
+    reference: Any = None
+    """Parameters of the reference policy, None where the algorithm has none."""
+
+    order: ShuffledOrder = field(init=False)
+    engine: Engine = field(init=False)
+    collector: Collector = field(init=False)
 
     @classmethod
     def open(
@@ -122,11 +134,16 @@ class OnPolicyRun(TrainingRun):
     ) -> OnPolicyRun:
         """Set up a run; ``minimum_group`` is the number of samples group statistics need.
 
+        The reference is the policy as it is given, without its adapter.
+
         Raises:
             ConfigError: sizes that do not fit each other or the model's context.
+            DataError: a prompt that cannot be used, among the first thousands.
         """
         _check_sizes(config, policy, minimum_group)
-        run = cls(
+        for task in [*source.held_out, *source.training[:CHECKED_PROMPTS]]:
+            task_prompt(policy, task, config.max_prompt_tokens)
+        return cls(
             folder=folder,
             config=config,
             policy=policy,
@@ -138,28 +155,25 @@ class OnPolicyRun(TrainingRun):
             sign=1,
             observers=observers,
             evaluation_interval=config.evaluation_interval,
+            source=source,
+            minimum_group=minimum_group,
+            reference=policy.params if needs_reference else None,
         )
-        run.prepare(config, source, minimum_group, policy.params if needs_reference else None)
-        return run
 
-    def prepare(
-        self, config: PolicyGradientConfig, source: TaskSource, minimum_group: int, reference: Any
-    ) -> None:
-        """Build engine, collector and evaluator."""
-        self.settings = config
-        self.source = source
-        self.minimum_group = minimum_group
-        self.reference = reference
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        config, source = self.config, self.source
         self.order = ShuffledOrder(len(source.training), config.seed)
         longest = config.max_prompt_tokens + config.max_completion_tokens
+        params, adapter = self.learner.policy
         self.engine = Engine(
             self.policy.config,
-            self.policy.params,
-            adapters=self.policy.adapters,
+            params,
+            adapters=() if adapter is None else (adapter,),
             slots=config.slots,
             max_positions=longest,
-            version=0,
+            version=self.step,
         )
+        stack.callback(self.engine.close)
         runner = EpisodeRunner(
             self.policy,
             self.engine,
@@ -169,12 +183,6 @@ class OnPolicyRun(TrainingRun):
             config.episode_timeout,
             self.spans,
         )
-        try:  # a prompt that cannot be used is said before anything is computed
-            for task in [*source.held_out, *source.training[:CHECKED_PROMPTS]]:
-                runner.prompt(task)
-        except BaseException:
-            self.engine.close()
-            raise
         sampling = sampling_params(config, self.policy.stop_ids)
         self.collector = Collector(
             runner,
@@ -190,34 +198,20 @@ class OnPolicyRun(TrainingRun):
         evaluator = Evaluator(judge, source.held_out, config.success_reward)
         self.evaluate = evaluator.evaluate if source.held_out else None
 
-    def __enter__(self) -> OnPolicyRun:
-        try:
-            super().__enter__()
-            if self.step > 0:
-                self._publish(self.step)
-        except BaseException:
-            self.engine.close()
-            raise
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.engine.close()
-        super().__exit__(kind, error, trace)
-
     def collect(self, step: int) -> list[Group]:
         """Play the groups of a step with the policy as it stands.
 
         Raises:
             RunError: in three steps in a row too many samples had no usable reward.
         """
-        size = self.settings.tasks_per_step
+        size = self.config.tasks_per_step
         wanted = []
         for position in range(step * size, (step + 1) * size):
             index, epoch = self.order[position]
             wanted.append((self.source.training[index], epoch))
         with self.spans("rollout"), self.interruptible():
             groups = self.collector.collect(wanted)
-        if self.settings.truncated == "zero":
+        if self.config.truncated == "zero":
             groups = [_zero_truncated(group) for group in groups]
         self._check_invalid(groups)
         return groups
@@ -240,7 +234,7 @@ class OnPolicyRun(TrainingRun):
             if not chosen:
                 return None
             counts = np.array([t.completion_tokens for t, _ in chosen])
-            weights = token_weights(counts, aggregate, float(self.settings.max_completion_tokens))
+            weights = token_weights(counts, aggregate, float(self.config.max_completion_tokens))
             sequences = [
                 PackedSequence(
                     t.tokens,
@@ -254,7 +248,7 @@ class OnPolicyRun(TrainingRun):
                 for (t, advantage), weight in zip(chosen, weights, strict=True)
             ]
             longest = max(len(s.tokens) for s in sequences)
-            batch = pack(sequences, row_length(longest, self.settings.micro_batch_tokens))
+            batch = pack(sequences, row_length(longest, self.config.micro_batch_tokens))
         if self.reference is None:
             return batch
         with self.spans("reference"):
@@ -270,13 +264,13 @@ class OnPolicyRun(TrainingRun):
             raise RunError(
                 f"step {self.step + 1}: an update with a gradient of norm "
                 f"{moved[0]['gradient_norm']:.3g} left every published number as it was; is "
-                f"learning_rate = {self.settings.learning_rate} lost in {self.settings.dtype}?"
+                f"learning_rate = {self.config.learning_rate} lost in {self.config.dtype}?"
             )
         played = [(g.task, t) for g in groups for t in g.trajectories]
         shown = [{"step": self.step + 1} | sample_record(*pair) for pair in played[:4]]
         self.folder.append_samples(shown)
         tokens = sum(len(t.tokens) for _, t in played)
-        self.finish_step(rollout_metrics(groups, self.settings.success_reward), tokens)
+        self.finish_step(rollout_metrics(groups, self.config.success_reward), tokens)
 
     def _publish(self, version: int) -> bool:
         """Hand the engine what is trained; return whether any number differs from what it had."""
@@ -291,7 +285,7 @@ class OnPolicyRun(TrainingRun):
         """
         valid = np.stack([group.valid for group in groups])
         enough = valid.sum(axis=1, keepdims=True) >= self.minimum_group
-        if self.settings.truncated == "mask":
+        if self.config.truncated == "mask":
             ended = [[t.status != "truncated" for t in g.trajectories] for g in groups]
             return valid & enough & np.array(ended)
         return valid & enough
@@ -300,7 +294,7 @@ class OnPolicyRun(TrainingRun):
         played = [t for group in groups for t in group.trajectories]
         invalid = [t for t in played if t.reward is None]
         streak = self.counters.get("invalid_in_a_row", 0) + 1
-        too_many = len(invalid) > self.settings.max_invalid_share * len(played)
+        too_many = len(invalid) > self.config.max_invalid_share * len(played)
         self.counters["invalid_in_a_row"] = streak if too_many else 0
         if invalid:
             self.tell(
@@ -309,9 +303,8 @@ class OnPolicyRun(TrainingRun):
             )
         if too_many and streak >= 3:
             raise RunError(
-                f"in 3 steps in a row more than {self.settings.max_invalid_share:.0%} of the "
-                f"samples had no usable reward ({invalid[0].error}); stopped with the state of "
-                f"step {self.step} saved in {self.folder.path}"
+                f"in 3 steps in a row more than {self.config.max_invalid_share:.0%} of the "
+                f"samples had no usable reward ({invalid[0].error}); stopped"
             )
 
 

@@ -115,6 +115,13 @@ class RunFolder:
         if self._wants_tensorboard and "step" in row:
             self._append_events(row)
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Rows of ``metrics.jsonl``; null becomes NaN again."""
+        return [
+            {name: math.nan if value is None else value for name, value in json.loads(line).items()}
+            for line in self._metrics.path.read_text().splitlines()
+        ]
+
     def append_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append lines to ``samples.jsonl``.
 
@@ -239,7 +246,12 @@ def _check_before(path: Path, command: str, config: Any, resume: bool) -> None:
         if name in FREE_ON_RESUME or old == new:
             continue
         if name == "steps" and isinstance(old, int) and isinstance(new, int) and new > old:
-            continue  # trained further
+            if now.get("schedule", "constant") == "constant":
+                continue  # trained further
+            raise ConfigError(
+                f"steps: {new} instead of {old}, but a {now['schedule']} schedule ends at the "
+                "last step; start a new run from this one's model, or take schedule constant"
+            )
         raise ConfigError(
             f"{name}: {new!r} differs from {old!r}, with which the run in {path} was started; a "
             "resumed run keeps its config"
