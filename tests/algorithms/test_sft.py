@@ -9,7 +9,7 @@ import pytest
 from tests.policies import tiny_policy
 from tunix.algorithms.language import sft
 from tunix.algorithms.language.sft import SFTConfig
-from tunix.datasets.chats import encode_row, encode_rows
+from tunix.datasets.chats import RowEncoder
 from tunix.environments.verifiable import BUILT_IN
 from tunix.errors import ConfigError, DataError
 
@@ -20,6 +20,10 @@ def config(folder, **more):
         learning_rate=1e-2, evaluation_interval=0,
     )  # fmt: skip
     return SFTConfig(**(fields | more))
+
+
+def encode_row(policy, row, where):
+    return RowEncoder(policy, 64, "error").encode(row, where)
 
 
 def rows(number=10):
@@ -89,18 +93,6 @@ def test_one_example_is_learned_to_its_end(tmp_path):
         (answer,) = engine.generate_sync([request])
     assert answer.finish_reason == "stop"
     assert answer_text(run.policy, [int(t) for t in answer.tokens]) == "a1b|1"
-
-
-@pytest.mark.parametrize(
-    ("choice", "kept", "cut", "dropped"), [("cut", 2, 1, 0), ("drop", 1, 0, 1)]
-)
-def test_long_rows_are_cut_or_dropped_and_counted(choice, kept, cut, dropped):
-    data = [
-        ("a", {"prompt": "1=", "completion": "1"}),
-        ("b", {"prompt": "1=", "completion": "1" * 90}),
-    ]
-    encoded = encode_rows(tiny_policy(), data, 40, choice)
-    assert (len(encoded.examples), encoded.cut, encoded.dropped) == (kept, cut, dropped)
 
 
 @pytest.mark.parametrize(
