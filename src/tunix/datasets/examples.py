@@ -109,7 +109,7 @@ def describe(survey: Survey, encoder: RowEncoder) -> str:
     """Say in one line how many rows and tokens there are and how long rows are, before cutting."""
     used = survey.trained > 0
     tokens = np.minimum(survey.lengths[used], encoder.max_tokens).sum(dtype=np.int64)
-    middle, high = np.percentile(survey.lengths, [50, 95], method="nearest")
+    middle, high = np.percentile(survey.lengths, [50, 95], method="inverted_cdf")
     text = (
         f"{used.sum()} rows, {tokens} tokens, {survey.trained.sum(dtype=np.int64)} trained; "
         f"row length min {survey.lengths.min()}, median {middle}, p95 {high}, "

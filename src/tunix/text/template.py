@@ -316,7 +316,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Refuse to repeat a text or list beyond ``MAX_CHARACTERS``, and huge powers."""
         sizes = [len(v) if isinstance(v, str | list | tuple) else v for v in (left, right)]
         repeated = sizes != [left, right] and sizes[0] * sizes[1] > MAX_CHARACTERS
-        if repeated or (operator == "**" and right > 64):
+        if repeated or (operator == "**" and (abs(left) > 2**64 or right > 64)):
             raise OverflowError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
 
