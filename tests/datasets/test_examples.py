@@ -277,3 +277,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     assert kept_more - kept < 600 * 64
     assert most_more - most < 600 * 64
     assert most_more < 1e6
+
+
+def test_a_first_token_has_nothing_to_be_predicted_from():
+    """A template that begins with the answer: of "c<end>" the end alone is trained."""
+    policy = tiny_policy()
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        "{% endfor %}"
+    )
+    one = encoder(policy=policy).encode({"messages": [CHAT[1]]}, "row")
+    assert one.action_mask.tolist() == [False, True]

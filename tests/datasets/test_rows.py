@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tunix.config import PolicyGradientConfig
 from tunix.datasets import parquet
 from tunix.datasets.rows import ListedRows, find_files, open_rows
-from tunix.datasets.tasks import tasks
-from tunix.errors import DataError
+from tunix.datasets.tasks import names_files, tasks
+from tunix.errors import ConfigError, DataError
+from tunix.training.on_policy import task_source
 
 ROWS = [{"id": i, "messages": [{"role": "user", "content": f"ä{i}"}]} for i in range(25)]
 
@@ -177,3 +179,19 @@ def test_tasks_come_from_parquet_and_several_files(tmp_path):
     both = tasks([str(tmp_path / "**" / "*.parquet")])
     assert [t.answer for t in both] == [2, 4]
     assert len({t.id for t in both}) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "files"),
+    [("arithmetic", False), ("a.jsonl", True), ("x/y", True), ("t*", True), (["a"], True)],
+)
+def test_files_are_told_from_built_in_tasks(given, files):
+    assert names_files(given) == files
+
+
+def test_a_task_column_for_two_parts_is_refused():
+    both = PolicyGradientConfig(
+        model="m", tasks="a.jsonl", prompt_field="text", answer_field="text", reward="exact_match"
+    )
+    with pytest.raises(ConfigError, match="prompt_field, answer_field: 'text'; expected a column"):
+        task_source(both, None, None, None)

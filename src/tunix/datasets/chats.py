@@ -79,7 +79,8 @@ class RowEncoder:
         except DataError as error:
             text = str(error)
             raise DataError(text if text.startswith(where) else f"{where}: {text}") from None
-        if not example.action_mask[1:].any():
+        example.action_mask[:1] = False  # nothing stands before it from which it could follow
+        if not example.action_mask.any():
             raise DataError(f"{where}: it holds no token to train on")
         return example
 
@@ -98,7 +99,7 @@ class RowEncoder:
                 "set too_long to cut or drop"
             )
         short = Example(example.tokens[: self.max_tokens], example.action_mask[: self.max_tokens])
-        return short if self.too_long == "cut" and short.action_mask[1:].any() else None
+        return short if self.too_long == "cut" and short.action_mask.any() else None
 
     def _encode(self, row: dict[str, Any], where: str) -> Example:
         policy, tokenizer = self.policy, self.policy.tokenizer

@@ -63,7 +63,7 @@ def survey_rows(rows: Rows, encoder: RowEncoder) -> Survey:
         lengths[i] = len(whole.tokens)
         example = encoder.fit(whole, where)
         if example is not None:
-            trained[i], keys[i] = example.action_mask[1:].sum(), content_key(example)
+            trained[i], keys[i] = example.action_mask.sum(), content_key(example)
     _check_named(encoder.columns, columns)
     if not trained.any():
         raise DataError(

@@ -72,7 +72,7 @@ class SFTConfig(TrainingConfig):
     max_tokens: PositiveInt = 1024
     """Longest row."""
     too_long: TooLong = "drop"
-    """What happens to a row over max_tokens: error, cut its end, or drop it. The last two count."""
+    """Rows over max_tokens: error, cut their end, or drop them; cuts and drops are counted."""
 
 
 def loss(outputs: PolicyOutputs, batch: Batch) -> tuple[Float[Array, "rows length"], Sums]:
@@ -215,7 +215,7 @@ def split(
         chosen = hold_out(survey, config.evaluation_fraction, MOST_HELD_OUT, config.seed)
         training, held_out = (Examples(rows, encoder, survey, indices) for indices in chosen)
         copies = int((survey.trained > 0).sum()) - len(training) - len(held_out)
-        left_out = f", {copies} copies of those left out" if copies else ""
+        left_out = f"; copies of them left out: {copies}" if copies else ""
         report.append(f"held out: {len(held_out)} rows{left_out}")
     report.append(f"first row, [[trained]]: {first_row(training)}")
     return training, held_out, report
