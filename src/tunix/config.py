@@ -132,10 +132,10 @@ class JudgeConfig:
 class TaskConfig(JudgeConfig):
     """Where tasks come from, in training and in its evaluations."""
 
-    tasks: str | None = None
-    """JSONL file of tasks, or the name of a built-in task."""
-    evaluation_tasks: str | None = None
-    """JSONL file of held-out tasks; unset means the built-in's own, or a split of tasks."""
+    tasks: list[str] | str | None = None
+    """Files of tasks (.jsonl, .parquet), globs, or the name of a built-in task."""
+    evaluation_tasks: list[str] | str | None = None
+    """Files of held-out tasks; unset means the built-in's own, or a split of tasks."""
     evaluation_size: PositiveInt = 256
     """Most held-out tasks in an evaluation."""
     evaluation_temperature: NonNegativeFloat = 1.0

@@ -7,6 +7,7 @@ itself, judges values. Names are checked here, so that an unknown one is answere
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -106,7 +107,8 @@ def format_help(config_class: type, command: str) -> str:
         "--print-config", action="store_true", help="Print the resolved config and end."
     )
     parser.add_class_arguments(config_class)
-    return parser.format_help()
+    # jsonargparse offers --FIELD+ for lists, which is not ours
+    return re.sub(r", --\w+\+ \S+", "", parser.format_help())
 
 
 def format_config(config_class: type, values: Mapping[str, Any]) -> str:

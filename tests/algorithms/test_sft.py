@@ -4,12 +4,15 @@ import json
 
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.policies import tiny_policy
 from tunix.algorithms.language import sft
-from tunix.algorithms.language.sft import SFTConfig
-from tunix.datasets.chats import encode_row, encode_rows
+from tunix.algorithms.language.sft import SFTConfig, positions
+from tunix.config_parsing import load_config
+from tunix.datasets.chats import RowEncoder
 from tunix.environments.verifiable import BUILT_IN
 from tunix.errors import ConfigError, DataError
 
@@ -20,6 +23,10 @@ def config(folder, **more):
         learning_rate=1e-2, evaluation_interval=0,
     )  # fmt: skip
     return SFTConfig(**(fields | more))
+
+
+def encode_row(policy, row, where):
+    return RowEncoder(policy, 64, "error").encode(row, where)
 
 
 def rows(number=10):
@@ -92,18 +99,6 @@ def test_one_example_is_learned_to_its_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("choice", "kept", "cut", "dropped"), [("cut", 2, 1, 0), ("drop", 1, 0, 1)]
-)
-def test_long_rows_are_cut_or_dropped_and_counted(choice, kept, cut, dropped):
-    data = [
-        ("a", {"prompt": "1=", "completion": "1"}),
-        ("b", {"prompt": "1=", "completion": "1" * 90}),
-    ]
-    encoded = encode_rows(tiny_policy(), data, 40, choice)
-    assert (len(encoded.examples), encoded.cut, encoded.dropped) == (kept, cut, dropped)
-
-
-@pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"prompt": "1="}, "row 0: no field 'completion'"),
@@ -125,3 +120,111 @@ def test_nothing_to_train_on_is_refused(tmp_path):
         sft.train(config(tmp_path / "r"), policy=tiny_policy(), data=[])
     with pytest.raises(ConfigError, match="data: not set"):
         sft.train(config(tmp_path / "s"), policy=tiny_policy())
+    with pytest.raises(DataError, match=r"\*\.parquet matches no file"):
+        sft.train(config(tmp_path / "t", data=str(tmp_path / "*.parquet")), policy=tiny_policy())
+
+
+class Messages:
+    """An observer that keeps what a person is told."""
+
+    def __init__(self):
+        self.texts = []
+
+    def message(self, text):
+        self.texts.append(text)
+
+    def start(self, run_folder, total_steps, first_step): ...
+
+    def step(self, metrics, times): ...
+
+    def evaluation(self, step, metrics): ...
+
+    def close(self): ...
+
+
+def test_what_is_trained_is_said_before_it_begins(tmp_path):
+    """A row is 6 tokens of prompt, then its completion and an end: 8, 8, 9 and 9 tokens."""
+    told = Messages()
+    data = [{"prompt": "1=", "completion": c} for c in ("1", "1", "22", "22")]
+    settings = config(tmp_path / "r", evaluation_fraction=0.4, steps=1)
+    sft.train(settings, policy=tiny_policy(), data=data, observers=[told])
+    assert told.texts[0] == (
+        "data: 4 rows, 34 tokens, 10 trained; row length min 8, median 8, p95 9, max 9"
+    )
+    assert told.texts[1] == "held out: 1 rows; copies of them left out: 1"
+    assert told.texts[2].startswith("first row, [[trained]]: <|bos|><|user|>1=<|end|><|assistant|>")
+    assert told.texts[2].endswith("<|end|>]]")
+
+
+def test_parquet_trains_as_jsonl_does(tmp_path):
+    """Other columns, another format, two files: the same rows give the same numbers."""
+    made = rows(12)
+    whole = tmp_path / "whole.jsonl"
+    whole.write_text("".join(json.dumps(row) + "\n" for row in made))
+    other = [{"q": row["prompt"], "a": row["completion"]} for row in made]
+    for i in (0, 1):
+        table = pyarrow.Table.from_pylist(other[6 * i : 6 * i + 6])
+        pyarrow.parquet.write_table(table, tmp_path / f"{i}.parquet")
+    one = sft.train(config(tmp_path / "a", data=str(whole), steps=2), policy=tiny_policy())
+    two = sft.train(
+        config(
+            tmp_path / "b", data=[str(tmp_path / "*.parquet")], steps=2,
+            prompt_field="q", completion_field="a",
+        ),
+        policy=tiny_policy(),
+    )  # fmt: skip
+    assert [m["loss"] for m in one.metrics] == [m["loss"] for m in two.metrics]
+
+
+def test_steps_go_on_into_further_passes(tmp_path):
+    """Ten rows in fours: with epochs the last batch is short, with steps all are full."""
+    by_epochs, by_steps = config(tmp_path, epochs=1), config(tmp_path, steps=4)
+    assert [positions(by_epochs, i, 10) for i in range(3)] == [range(4), range(4, 8), range(8, 10)]
+    assert [positions(by_steps, i, 10) for i in (2, 3)] == [range(8, 12), range(12, 16)]
+
+
+def test_held_out_rows_are_evaluated_in_parts(tmp_path, monkeypatch):
+    """Five rows at once, or two, two and one: the mean over all tokens is the same."""
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
+    found = []
+    for most in (256, 2):
+        monkeypatch.setattr(sft, "MOST_HELD_OUT", most)
+        settings = config(tmp_path / str(most), evaluation_data=str(held_out), steps=1)
+        found.append(sft.train(settings, policy=tiny_policy(), data=rows(4)).evaluations[0])
+    assert found[0]["rows"] == 5
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-6)
+
+
+def test_a_resumed_run_keeps_the_date(tmp_path, monkeypatch):
+    """The template writes microseconds, and still each row is that of the first pass."""
+    seen = []
+    original = sft.pack_examples
+    monkeypatch.setattr(
+        sft, "pack_examples", lambda rows, more: seen.extend(rows) or original(rows, more)
+    )
+    policy = tiny_policy()
+    policy.tokenizer.chat_template = "{{ strftime_now('%M%S%f') }}" + policy.tokenizer.chat_template
+    for steps in (1, 2):
+        more = dict(steps=steps, resume=steps == 2, evaluation_fraction=0.0)
+        sft.train(config(tmp_path / "r", **more), policy=policy, data=rows())
+    assert len(seen) == 8
+    assert len({policy.tokenizer.decode(one.tokens).partition("<")[0] for one in seen}) == 1
+
+
+def test_columns_are_checked_before_a_folder_is_made(tmp_path):
+    twice = config(tmp_path / "r", data="arithmetic", prompt_field="completion")
+    with pytest.raises(ConfigError, match="prompt_field, completion_field: 'completion'; expected"):
+        sft.train(twice, policy=tiny_policy())
+    assert not (tmp_path / "r").exists()
+    mapped = config(tmp_path / "s", data="arithmetic", prompt_field="question")
+    with pytest.raises(ConfigError, match="the built-in 'arithmetic' has fixed columns"):
+        sft.train(mapped, policy=tiny_policy())
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [("a.jsonl", "a.jsonl"), ("[a.jsonl, b/*.parquet]", ["a.jsonl", "b/*.parquet"])],
+)
+def test_files_are_one_or_a_list_on_the_command_line(words, wanted):
+    assert load_config(SFTConfig, None, ["--model", "m", "--data", words]).data == wanted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
@@ -17,6 +16,7 @@ from tunix.config import (
     PositiveInt,
     SamplingConfig,
 )
+from tunix.datasets import tasks as task_files
 from tunix.inference.engine import Engine
 from tunix.inference.request import sampling_params
 from tunix.metrics.sinks import plain
@@ -35,8 +35,8 @@ class EvaluateConfig(SamplingConfig, JudgeConfig):
 
     model: str
     """Hugging Face folder, .gguf file, or package:NAME of an installed package that ships one."""
-    tasks: str
-    """JSONL file of tasks, or the name of a built-in task, of which the held-out ones are taken."""
+    tasks: list[str] | str
+    """Files of tasks (.jsonl, .parquet), globs, or a built-in task, whose held-out ones count."""
     max_tasks: PositiveInt = 256
     """Most tasks that are played, from the first on."""
     output: str | None = None
@@ -82,7 +82,7 @@ def held_out_source(config: EvaluateConfig) -> TaskSource:
     Raises:
         ConfigError, DataError: nothing judges the answers, or the tasks cannot be read.
     """
-    is_file = bool(Path(config.tasks).suffix) or "/" in config.tasks
+    is_file = task_files.names_files(config.tasks)
     training = PolicyGradientConfig(
         model=config.model,
         tasks=config.tasks,

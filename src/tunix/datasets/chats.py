@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import datetime
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
 from tunix.datasets.jsonl import field_of
-from tunix.errors import DataError
+from tunix.errors import ConfigError, DataError, nearest
 from tunix.models.policy import Policy, encode_task
-from tunix.text.template import encode_training_chat
-from tunix.types import Task
+from tunix.text.template import TrainedTurns, encode_training_chat
+from tunix.text.tokenizer import Tokenizer
+from tunix.types import Message, Task
 
 TooLong = Literal["error", "cut", "drop"]
 """What happens to a row over the limit: refuse it, cut its end off, or leave it out; counted."""
@@ -28,79 +31,149 @@ class Example:
 
 
 @dataclass(frozen=True)
-class EncodedRows:
-    """The rows that can be trained on, and how many were cut or dropped."""
-
-    examples: list[Example]
-    cut: int
-    dropped: int
-
-
-def encode_rows(
-    policy: Policy, rows: Iterable[tuple[str, dict[str, Any]]], max_tokens: int, too_long: TooLong
-) -> EncodedRows:
-    """Encode ``(where, row)`` pairs; a row has ``messages``, or ``prompt`` and ``completion``.
+class Columns:
+    """Names of the columns that hold a row's parts.
 
     Raises:
-        DataError: a row without these fields or with an unknown role, a chat without an assistant
-            message, a row over ``max_tokens`` where that is an error, or no row left; names where.
+        ConfigError: two of them are the same.
     """
-    examples: list[Example] = []
-    cut = dropped = 0
-    for where, row in rows:
+
+    messages: str = "messages"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    tools: str = "tools"
+
+    def __post_init__(self) -> None:
+        names = asdict(self)
+        for column, count in Counter(names.values()).items():
+            if count > 1:
+                fields = ", ".join(f"{part}_field" for part in names if names[part] == column)
+                raise ConfigError(f"{fields}: {column!r}; expected a column of its own for each")
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """Turns a row into token ids, the same at every call: rows are encoded whenever drawn."""
+
+    policy: Policy
+    max_tokens: int
+    too_long: TooLong
+    columns: Columns = Columns()
+    trained_turns: TrainedTurns = "all"
+    now: datetime.datetime | None = None
+    """What a chat template takes for the present, should it write the date."""
+
+    def encode(self, row: dict[str, Any], where: str) -> Example:
+        """Encode a row of any length.
+
+        A chat is rendered with the template and its assistant's turns trained, end-of-turn tokens
+        included. Prompt and completion become a two-message chat where there is a template; without
+        one the completion's ids follow the prompt's, and the tokenizer's EOS follows them.
+
+        Raises:
+            DataError: a row without these fields, with an unknown role or without an assistant's
+                message, one that the template can't render; names ``where``.
+        """
         try:
-            example = encode_row(policy, row, where)
+            example = self._encode(row, where)
         except DataError as error:
             text = str(error)
             raise DataError(text if text.startswith(where) else f"{where}: {text}") from None
-        if len(example.tokens) > max_tokens:
-            if too_long == "error":
-                raise DataError(
-                    f"{where}: {len(example.tokens)} tokens, more than max_tokens ({max_tokens}); "
-                    "raise it, or set too_long to cut or drop"
-                )
-            short = Example(example.tokens[:max_tokens], example.action_mask[:max_tokens])
-            if too_long == "drop" or not short.action_mask.any():
-                dropped += 1
-                continue
-            cut += 1
-            example = short
-        examples.append(example)
-    if not examples:
-        raise DataError(f"the dataset is empty: no row to train on ({dropped} dropped as too long)")
-    return EncodedRows(examples, cut, dropped)
+        example.action_mask[:1] = False  # nothing stands before it from which it could follow
+        if not example.action_mask.any():
+            raise DataError(f"{where}: it holds no token to train on")
+        return example
 
+    def fit(self, example: Example, where: str) -> Example | None:
+        """Bring an example within ``max_tokens``; None where it is dropped.
 
-def encode_row(policy: Policy, row: dict[str, Any], where: str) -> Example:
-    """Encode one row.
+        Raises:
+            DataError: it is too long, and that is an error.
+        """
+        length = len(example.tokens)
+        if length <= self.max_tokens:
+            return example
+        if self.too_long == "error":
+            raise DataError(
+                f"{where}: {length} tokens, more than max_tokens ({self.max_tokens}); raise it, or "
+                "set too_long to cut or drop"
+            )
+        short = Example(example.tokens[: self.max_tokens], example.action_mask[: self.max_tokens])
+        return short if self.too_long == "cut" and short.action_mask.any() else None
 
-    A chat is rendered with the template and every assistant turn trained, end-of-turn token
-    included. Prompt and completion become a two-message chat where there is a template; without
-    one the completion's ids follow the prompt's, and the tokenizer's EOS follows them.
-    """
-    tokenizer = policy.tokenizer
-    if tokenizer is None:
-        raise DataError(f"{where}: the model has no tokenizer")
-    if "messages" in row:
-        messages = row["messages"]
-        if not isinstance(messages, list) or not messages:
-            raise DataError(f"{where}: messages: expected a list of chat messages")
-        return Example(*encode_training_chat(tokenizer, messages, policy.stop_ids))
-    prompt = field_of(row, "prompt", where)
-    completion = field_of(row, "completion", where)
-    if not isinstance(prompt, str) or not isinstance(completion, str):
-        raise DataError(f"{where}: prompt and completion: expected texts")
-    if tokenizer.chat_template is not None:
-        chat = [
+    def _encode(self, row: dict[str, Any], where: str) -> Example:
+        policy, tokenizer = self.policy, self.policy.tokenizer
+        if tokenizer is None:
+            raise DataError("the model has no tokenizer")
+        chat, tools = self._chat(row, where), _tools(row.get(self.columns.tools))
+        if tokenizer.chat_template is not None or row.get(self.columns.messages) is not None:
+            marked = encode_training_chat(
+                tokenizer, chat, policy.stop_ids, tools, self.trained_turns, self.now
+            )
+            return Example(*marked)
+        if tools:
+            raise DataError("tools need a chat template, and this tokenizer has none")
+        asked = encode_task(policy, Task(where, text=chat[0]["content"]))
+        if not asked:
+            raise DataError("the prompt is empty")
+        answered = tokenizer.encode(chat[1]["content"])
+        if tokenizer.eos_id is not None:
+            answered.append(tokenizer.eos_id)
+        tokens = np.array(asked + answered, np.int32)
+        return Example(tokens, np.arange(len(tokens)) >= len(asked))
+
+    def _chat(self, row: dict[str, Any], where: str) -> list[Message]:
+        columns = self.columns
+        if row.get(columns.messages) is not None:
+            messages = row[columns.messages]
+            if not isinstance(messages, list) or not messages:
+                raise DataError(f"{columns.messages}: expected a list of chat messages")
+            return messages
+        if columns.prompt not in row and columns.completion not in row:
+            names = (columns.messages, columns.prompt, columns.completion)
+            near = next(filter(None, (nearest(name, row) for name in names)), "")
+            raise DataError(
+                f"no field {names[0]!r}, nor {names[1]!r} and {names[2]!r}; it has "
+                f"{sorted(row)}{near}"
+            )
+        prompt = field_of(row, columns.prompt, where)
+        completion = field_of(row, columns.completion, where)
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            raise DataError(f"{columns.prompt} and {columns.completion}: expected texts")
+        return [
             {"role": "user", "content": prompt},
             {"role": "assistant", "content": completion},
         ]
-        return Example(*encode_training_chat(tokenizer, chat, policy.stop_ids))
-    asked = encode_task(policy, Task(where, text=prompt))
-    if not asked:
-        raise DataError(f"{where}: the prompt is empty")
-    answered = tokenizer.encode(completion)
-    if tokenizer.eos_id is not None:
-        answered.append(tokenizer.eos_id)
-    tokens = np.array(asked + answered, np.int32)
-    return Example(tokens, np.arange(len(tokens)) >= len(asked))
+
+
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """Tools are a list of descriptions, or the JSON text of one (all a Parquet column may hold)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(f"tools: not JSON ({error})") from None
+    if value is not None and not (
+        isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
+    ):
+        raise DataError(f"tools: expected a list of tool descriptions, got {value!r:.80}")
+    return value
+
+
+def marked_text(tokenizer: Tokenizer, example: Example, most: int = 120) -> str:
+    """Show an example in one line, trained tokens within ``[[`` and ``]]``.
+
+    Of a stretch of more than ``most`` characters the middle is left out.
+    """
+    edges = np.flatnonzero(np.diff(example.action_mask)) + 1
+    parts = []
+    for ids, mask in zip(
+        np.split(example.tokens, edges), np.split(example.action_mask, edges), strict=True
+    ):
+        text = tokenizer.decode(ids).replace("\n", "\\n")
+        if len(text) > most:
+            text = f"{text[: most // 2]} … {text[-most // 2 :]}"
+        parts.append(f"[[{text}]]" if mask[0] else text)
+    if len(parts) > 12:
+        parts = [*parts[:6], " … ", *parts[-6:]]
+    return "".join(parts)

@@ -1,40 +1,62 @@
-"""JSONL files: one object a line, errors that name file and line."""
+"""JSONL files: one object a line, read by index; errors name file and line."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from array import array
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tunix.errors import DataError, nearest
 
 
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield ``(line number, object)``; blank lines are passed over.
+class JsonlRows:
+    """The rows of a JSONL file by index; blank lines are passed over.
+
+    One pass over the file finds where each row begins: 8 bytes a row are kept, no row is.
 
     Raises:
-        DataError: no such file, it holds no row, or a line is not a JSON object.
+        DataError: the file holds no row; on indexing, the line is not a JSON object.
     """
-    path = Path(path)
-    if not path.is_file():
-        siblings = [p.name for p in path.parent.glob("*.jsonl")] if path.parent.is_dir() else []
-        raise DataError(f"no such file: {path}{nearest(path.name, siblings)}")
-    empty = True
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}:{number}: not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}:{number}: expected a JSON object, got {line.strip()[:60]}")
-            empty = False
-            yield number, row
-    if empty:
-        raise DataError(f"{path} holds no rows")
+
+    def __init__(self, path: Path):
+        self.path = path
+        starts, blank, offset = array("q"), array("q"), 0
+        with path.open("rb") as lines:
+            for line in lines:
+                (starts if line.strip() else blank).append(offset)
+                offset += len(line)
+        if not starts:
+            raise DataError(f"{path} holds no rows")
+        starts.append(offset)
+        self._bounds = np.frombuffer(starts, np.int64)
+        self._blank = np.frombuffer(blank, np.int64) if blank else np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start, end = self._bounds[index], self._bounds[index + 1]
+        with self.path.open("rb") as file:
+            file.seek(start)
+            line = file.read(end - start)
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+            if rb"\ud" in line.lower():  # half a surrogate pair is no text that can be encoded
+                json.dumps(row, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{self.where(index)}: not JSON ({error})") from None
+        if not isinstance(row, dict):
+            start_of_line = line.strip()[:60].decode(errors="replace")
+            raise DataError(f"{self.where(index)}: expected a JSON object, got {start_of_line}")
+        return row
+
+    def where(self, index: int) -> str:
+        """``FILE:LINE``, lines counted from 1."""
+        blank_before = np.searchsorted(self._blank, self._bounds[index])
+        return f"{self.path}:{index + 1 + int(blank_before)}"
 
 
 def field_of(row: dict[str, Any], name: str, where: str) -> Any:

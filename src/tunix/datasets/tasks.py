@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
+import glob
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tunix.datasets.jsonl import field_of, read_jsonl
+from tunix.datasets.jsonl import field_of
+from tunix.datasets.rows import Files, find_files, open_rows
 from tunix.errors import DataError
 from tunix.types import Message, Task
 
 
 def tasks(
-    path: str | Path,
+    files: Files,
     *,
     prompt: str = "prompt",
     answer: str = "answer",
     system: str | None = None,
     split: str = "train",
 ) -> list[Task]:
-    """Read tasks from a JSONL file.
+    """Read tasks from files (``datasets.rows``): JSONL or Parquet, one, several, or by a glob.
 
     ``prompt`` names the column with a text (it becomes one user message) or a list of chat
     messages, ``answer`` the column handed to the reward (it may be absent); every other column
-    goes into ``Task.info``. The id is the row's ``id`` or ``FILE:LINE``.
+    goes into ``Task.info``. The id is the row's ``id`` or
+    ``FILE:LINE``, with the folder where two files have the same name.
 
     Raises:
-        DataError: no such file, no rows, a row without the prompt column or with a wrong type.
+        DataError: no such file, no rows, a broken line, a row without the prompt column or with a
+            wrong type.
     """
-    path = Path(path)
+    rows, paths = open_rows(files), find_files(files)
+    same_names = len({path.name for path in paths}) < len(paths)
     found = []
-    for line, row in read_jsonl(path):
-        where = f"{path}:{line}"
+    for i in range(len(rows)):
+        row, where = rows[i], rows.where(i)
         messages = as_messages(field_of(row, prompt, where), system, f"{where}: field {prompt!r}")
         found.append(
             Task(
-                id=str(row.get("id", f"{path.name}:{line}")),
+                id=str(row.get("id", where if same_names else where.rpartition("/")[2])),
                 messages=messages,
                 answer=row.get(answer),
                 info={k: v for k, v in row.items() if k not in (prompt, answer)},
@@ -45,6 +50,13 @@ def tasks(
             )
         )
     return found
+
+
+def names_files(tasks: Sequence[str] | str) -> bool:
+    """Tell files and globs from the name of a built-in task, which has neither dot nor slash."""
+    if not isinstance(tasks, str):
+        return True
+    return bool(Path(tasks).suffix) or "/" in tasks or glob.has_magic(tasks)
 
 
 def as_messages(value: Any, system: str | None, where: str) -> list[Message]:

@@ -7,20 +7,21 @@ conversation has the same ids here, there and in every server built on it.
 from __future__ import annotations
 
 import datetime
-import functools
-import json
+import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
 import numpy as np
 from jaxtyping import Bool, Int32
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tunix.errors import DataError, nearest
+from tunix.text.sandbox import (
+    MARKED,
+    MAX_CHARACTERS,
+    TEMPLATE_ERRORS,
+    LimitedRange,
+    compile_template,
+)
 from tunix.text.tokenizer import Tokenizer
 from tunix.types import Message
 
@@ -28,7 +29,9 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 """Roles a message may have; what a template does with each of them is the template's matter."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_MARKED = "tunix_marked"  # context variable under which a render collects the marked texts
+
+TrainedTurns = Literal["all", "last"]
+"""Which of the assistant's turns are trained."""
 
 Span = tuple[int, int]
 """Characters ``[start, end)`` of a rendered conversation."""
@@ -69,30 +72,56 @@ def encode_training_chat(
     messages: list[Message],
     stop_ids: Collection[int],
     tools: list[dict[str, Any]] | None = None,
+    trained_turns: TrainedTurns = "all",
+    now: datetime.datetime | None = None,
 ) -> tuple[Int32[np.ndarray, " length"], Bool[np.ndarray, " length"]]:
     """Encode a conversation once and mark the tokens that the assistant produced.
 
     Returns ``tokens`` and ``action_mask`` (True where the assistant wrote the token). Each of its
-    turns is marked from behind the role header up to and with its last token of ``stop_ids``; what
-    the template writes behind that (a newline) is not. Turns are found by the template's
+    turns (or only the last one) is marked from behind the role header up to and with its last token
+    of ``stop_ids``; what the template writes behind that (a newline) is not. A turn's tool calls
+    are the assistant's, the tools' answers are not. Turns are found by the template's
     ``{% generation %}`` blocks or, without any, by rendering the conversation up to each turn.
+    ``now`` is the time that a template which writes the date sees; None is that of the call.
 
-    Raises ``DataError``, besides the cases of ``render``, where no message is the assistant's and
-    where a turn can't be located exactly: the template rewrites earlier messages or its header, a
-    token spans header and answer, or no end-of-turn token follows (from such a row the policy
-    could not learn to stop). There is no silent fallback to a mask of all or nothing.
+    Raises ``DataError``, besides the cases of ``render``, where no message is the assistant's,
+    where the template leaves out tool calls or tools, and where a turn can't be located exactly:
+    the template rewrites earlier messages or its header, a token spans header and answer, or no
+    end-of-turn token follows (from such a row the policy could not learn to stop). There is no
+    silent fallback to a mask of all or nothing.
     """
-    text, spans = _render(tokenizer, messages, False, tools)
+    text, spans = _render(tokenizer, messages, False, tools, now)
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DataError("the conversation has no assistant message to train on")
+    _check_tools(tokenizer, messages, tools)
+    wanted = turns if trained_turns == "all" else turns[-1:]
     if not spans:
-        spans = [_turn_span(tokenizer, messages, turn, text, tools) for turn in turns]
+        spans = [_turn_span(tokenizer, messages, turn, text, tools, now) for turn in wanted]
+    elif trained_turns == "last":
+        before = _render(tokenizer, messages[: turns[-1]], True, tools, now)[0]
+        spans = [span for span in spans if text.startswith(before) and span[1] > len(before)]
+    if len(spans) < len(wanted):
+        raise DataError(
+            f"the chat template's {{% generation %}} blocks mark {len(spans)} of {len(wanted)} "
+            "assistant messages that are to be trained"
+        )
     ids, offsets = tokenizer.encode_with_offsets(text)
     mask = np.zeros(len(ids), dtype=bool)
     for span in spans:
         _mark(mask, ids, offsets, span, text, stop_ids)
     return np.array(ids, dtype=np.int32), mask
+
+
+def _check_tools(
+    tokenizer: Tokenizer, messages: list[Message], tools: list[dict[str, Any]] | None
+) -> None:
+    """Refuse what the template would leave out without a word, so that nothing is trained wrong."""
+    source = tokenizer.chat_template or ""
+    given = {"tools": bool(tools), "tool_calls": any(m.get("tool_calls") for m in messages)}
+    for name, present in given.items():
+        if present and re.search(rf"\b{name}\b", source) is None:
+            raise DataError(f"the conversation has {name}, which the chat template does not write")
 
 
 def _mark(
@@ -131,15 +160,17 @@ def _turn_span(
     turn: int,
     text: str,
     tools: list[dict[str, Any]] | None,
+    now: datetime.datetime | None,
 ) -> Span:
     """Locate an assistant message by rendering what comes before it, and that with it."""
-    before = _render(tokenizer, messages[:turn], True, tools)[0]
-    through = _render(tokenizer, messages[: turn + 1], False, tools)[0]
+    before = _render(tokenizer, messages[:turn], True, tools, now)[0]
+    through = _render(tokenizer, messages[: turn + 1], False, tools, now)[0]
     if not (text.startswith(before) and text.startswith(through) and len(before) < len(through)):
         raise DataError(
             f"cannot locate the assistant's message {turn} in the rendered conversation: the chat "
-            "template does not extend the prompt text from turn to turn; a template with "
-            "{% generation %} blocks around the assistant's text can be used"
+            "template does not extend the prompt text from turn to turn (some drop earlier "
+            "reasoning); train the last turn only (trained_turns: last), or use a template with "
+            "{% generation %} blocks around the assistant's text"
         )
     return len(before), len(through)
 
@@ -149,6 +180,7 @@ def _render(
     messages: list[Message],
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None,
+    now: datetime.datetime | None = None,
 ) -> tuple[str, list[Span]]:
     """Render, and return the spans of the template's ``{% generation %}`` blocks as well."""
     if tokenizer.chat_template is None:
@@ -156,20 +188,26 @@ def _render(
     marked: list[tuple[int, str]] = []
     blocks: list[str] = []
     try:
-        template = _compile(tokenizer.chat_template)
+        template = compile_template(tokenizer.chat_template)
         variables = {
             **tokenizer.special_tokens,
             "messages": [_clean_message(message) for message in messages],
             "tools": _plain(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            _MARKED: (blocks, marked),
+            "range": LimitedRange(),
+            "strftime_now": (now or datetime.datetime.now()).strftime,
+            MARKED: (blocks, marked),
         }
+        size = 0
         for block in template.generate(variables):
             blocks.append(block)
+            size += len(block)
+            if size > MAX_CHARACTERS:
+                raise OverflowError(f"it writes more than {MAX_CHARACTERS} characters")
     except DataError:
         raise
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except TEMPLATE_ERRORS as error:
         raise DataError(f"the chat template refused the conversation: {error}") from error
     text = "".join(blocks)
     if any(not text.startswith(part, start) for start, part in marked):
@@ -207,72 +245,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return f"<{type(value).__name__}>"
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}``: the text is rendered, its place recorded."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        context = jinja2.nodes.ContextReference()
-        call = self.call_method("_record", [context])
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _record(self, context: jinja2.runtime.Context, caller: Any) -> str:
-        text = caller()
-        blocks, marked = context[_MARKED]
-        marked.append((sum(map(len, blocks)), text))
-        return text
-
-
-class _Dict:
-    """What ``dict`` means in a template: makes dictionaries, and is no class to climb up from."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, keys: Any, value: Any = None) -> dict:
-        return dict.fromkeys(keys, value)
-
-
-@functools.lru_cache(maxsize=32)
-def _compile(source: str) -> jinja2.Template:
-    """Compile a template once; templates are immutable, so the cache is no state."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _Dict()
-    return environment.from_string(source)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is; jinja's own filter escapes HTML characters."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

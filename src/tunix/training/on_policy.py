@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,14 +83,14 @@ def _tasks(
         training = [t for t in tasks if t.split == "train"]
         held_out = [t for t in tasks if t.split != "train"]
     elif config.tasks is None:
-        raise ConfigError("tasks: not set; expected a JSONL file or the name of a built-in task")
-    elif Path(config.tasks).suffix or "/" in config.tasks:
-        training, held_out = _read(config, config.tasks), []
-    else:
+        raise ConfigError("tasks: not set; expected files or the name of a built-in task")
+    elif isinstance(config.tasks, str) and not task_files.names_files(config.tasks):
         family = built_in(config.tasks)
         own_reward = family.reward
         training = family.tasks(BUILT_IN_SIZE, config.seed)
         held_out = family.tasks(config.evaluation_size, 0, "held_out")
+    else:
+        training, held_out = _read(config, config.tasks), []
     if config.evaluation_tasks is not None:
         held_out = _read(config, config.evaluation_tasks)
     if not held_out:
@@ -99,9 +98,14 @@ def _tasks(
     return training, held_out[: config.evaluation_size], own_reward
 
 
-def _read(config: PolicyGradientConfig, path: str) -> list[Task]:
+def _read(config: PolicyGradientConfig, files: list[str] | str) -> list[Task]:
+    if config.prompt_field == config.answer_field:
+        raise ConfigError(
+            f"prompt_field, answer_field: {config.prompt_field!r}; expected a column of its own "
+            "for each"
+        )
     return task_files.tasks(
-        path, prompt=config.prompt_field, answer=config.answer_field, system=config.system
+        files, prompt=config.prompt_field, answer=config.answer_field, system=config.system
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import importlib.metadata
 import itertools
@@ -149,6 +150,12 @@ class RunFolder:
                     raise RunError(f"run folder {self.path} was changed: {error}") from None
         last = self._metrics.last()
         self._purge_step = 0 if last is None else int(last.get("step", 0)) + 1
+
+    @property
+    def begun(self) -> datetime.datetime:
+        """When the run was first started; the same after a resume."""
+        recorded = json.loads((self.path / "environment.json").read_text())
+        return datetime.datetime.fromisoformat(recorded["time"])
 
     def close(self) -> None:
         """Close the files and give the folder free; safe to call twice."""

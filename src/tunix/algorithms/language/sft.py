@@ -24,28 +24,41 @@ from pydantic.dataclasses import dataclass
 from tunix.config import STRICT, NonNegativeInt, PositiveInt, TrainingConfig
 from tunix.datasets.batch import Batch, pack, row_length
 from tunix.datasets.batch import Sequence as PackedSequence
-from tunix.datasets.chats import Example, TooLong, encode_rows
-from tunix.datasets.jsonl import read_jsonl
+from tunix.datasets.chats import Columns, Example, RowEncoder, TooLong
+from tunix.datasets.examples import Examples, describe, first_row, hold_out, survey_rows
 from tunix.datasets.order import ShuffledOrder
+from tunix.datasets.rows import ListedRows, Rows, open_rows
 from tunix.environments.verifiable import BUILT_IN
 from tunix.errors import ConfigError
 from tunix.losses.aggregate import token_weights
 from tunix.models.policy import Policy, load_policy
+from tunix.text.template import TrainedTurns
 from tunix.training.learner import PolicyOutputs, Sums
 from tunix.training.loop import Observer, Run, TrainingRun
 from tunix.training.run_folder import RunFolder
 
-Rows = Iterable[dict[str, Any]]
+MOST_HELD_OUT = 256
+"""Rows of ``data`` that are held out at most; also how many are evaluated at once."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SFTConfig(TrainingConfig):
     """Supervised fine-tuning."""
 
-    data: str | None = None
-    """JSONL file of chats (messages) or of prompt and completion, or a built-in task's name."""
-    evaluation_data: str | None = None
-    """JSONL file of held-out rows; unset means a share of data."""
+    data: list[str] | str | None = None
+    """Files (.jsonl, .parquet), globs, or a built-in task: chats, or prompt and completion."""
+    messages_field: str = Columns.messages
+    """Column that holds a chat: a list of messages with role, content, perhaps tool_calls."""
+    prompt_field: str = Columns.prompt
+    """Column that holds a prompt, where a row has no chat."""
+    completion_field: str = Columns.completion
+    """Column that holds the completion of prompt_field."""
+    tools_field: str = Columns.tools
+    """Column that holds the tools a chat may call, as a list or its JSON; may be absent."""
+    trained_turns: TrainedTurns = "all"
+    """The assistant's turns of a chat that are trained: all, or the last only."""
+    evaluation_data: list[str] | str | None = None
+    """Files or globs of held-out rows; unset means a share of data."""
     evaluation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of data held out where evaluation_data is unset; at most 256 rows, 0 for none."""
     evaluation_interval: NonNegativeInt = 50
@@ -59,7 +72,7 @@ class SFTConfig(TrainingConfig):
     max_tokens: PositiveInt = 1024
     """Longest row."""
     too_long: TooLong = "drop"
-    """What happens to a row over max_tokens; error, cut its end, or drop. Both are counted."""
+    """Rows over max_tokens: error, cut their end, or drop them; cuts and drops are counted."""
 
 
 def loss(outputs: PolicyOutputs, batch: Batch) -> tuple[Float[Array, "rows length"], Sums]:
@@ -71,7 +84,7 @@ def train(
     config: SFTConfig,
     *,
     policy: Policy | None = None,
-    data: Rows | None = None,
+    data: Iterable[dict[str, Any]] | None = None,
     observers: Sequence[Observer] = (),
 ) -> Run:
     """The whole loop: take ``batch_size`` rows → pack → update → log.
@@ -82,11 +95,14 @@ def train(
         ConfigError, DataError, ModelError: before anything is computed.
         RunError: the run cannot go on; its state is saved.
     """
+    columns = columns_of(config)
     with RunFolder.open(config.run_folder, "sft", config, config.resume) as folder:
-        rows = named_rows(config, data)
+        rows = find_rows(config, data)
         policy = policy or load_policy(config.model, config.dtype)
-        encoded = encode_rows(policy, rows, config.max_tokens, config.too_long)
-        training, held_out = hold_out(config, policy, encoded.examples)
+        encoder = RowEncoder(
+            policy, config.max_tokens, config.too_long, columns, config.trained_turns, folder.begun
+        )
+        training, held_out, report = split(config, rows, encoder)
         whole = config.epochs * len(training)
         steps = config.steps or math.ceil(whole / config.batch_size)
         run = TrainingRun(
@@ -102,23 +118,19 @@ def train(
             observers=observers,
             evaluation_interval=config.evaluation_interval,
         )
-        run.evaluate = (lambda: (evaluate(run, held_out, config), [])) if held_out else None
+        if len(held_out):
+            run.evaluate = lambda: (evaluate(run, held_out, config), [])
         with run:
-            if encoded.cut or encoded.dropped:
-                over = f"{encoded.cut} cut, {encoded.dropped} dropped"
-                run.tell(f"rows over {config.max_tokens} tokens: {over}")
+            for line in report:
+                run.tell(line)
             order = ShuffledOrder(len(training), config.seed)
             for step in run.steps():
-                start, end = step * config.batch_size, (step + 1) * config.batch_size
-                if config.steps is None:
-                    end = min(end, whole)  # the last batch may be short: no row comes twice
+                drawn = positions(config, step, whole)
                 with run.spans("pack"):
-                    batch = pack_examples(
-                        [training[order[i][0]] for i in range(start, end)], config
-                    )
+                    batch = pack_examples([training[order[i][0]] for i in drawn], config)
                 run.update(batch)
                 real = int((batch.segment_ids > 0).sum())
-                run.finish_step({"epoch": end / len(training)}, real)
+                run.finish_step({"epoch": drawn.stop / len(training)}, real)
             return run.result()
 
 
@@ -134,41 +146,76 @@ def pack_examples(examples: Sequence[Example], config: SFTConfig) -> Batch:
     return pack(sequences, row_length(longest, config.micro_batch_tokens))
 
 
-def evaluate(run: TrainingRun, held_out: Sequence[Example], config: SFTConfig) -> dict[str, float]:
+def positions(config: SFTConfig, step: int, whole: int) -> range:
+    """Return the places in the order that a step draws; ``whole`` of them are all epochs.
+
+    Without ``steps`` the last batch may be short: no row is lost and none comes once too often.
+    With ``steps`` the order goes on into further passes, so every batch is full.
+    """
+    start, end = step * config.batch_size, (step + 1) * config.batch_size
+    return range(start, min(end, whole) if config.steps is None else end)
+
+
+def evaluate(run: TrainingRun, held_out: Examples, config: SFTConfig) -> dict[str, float]:
     """Loss (nats a trained token) and perplexity over held-out rows."""
-    batch = pack_examples(held_out, config)
-    logprobs = run.learner.logprobs(batch)
-    mean = -float(logprobs[batch.action_mask].astype(np.float64).mean())
+    total, count = 0.0, 0
+    for start in range(0, len(held_out), MOST_HELD_OUT):
+        part = range(start, min(start + MOST_HELD_OUT, len(held_out)))
+        batch = pack_examples([held_out[i] for i in part], config)
+        logprobs = run.learner.logprobs(batch)[batch.action_mask]
+        total, count = total + float(logprobs.astype(np.float64).sum()), count + len(logprobs)
+    mean = -total / count
     return {"loss": mean, "perplexity": math.exp(min(mean, 700.0)), "rows": float(len(held_out))}
 
 
-def named_rows(config: SFTConfig, data: Rows | None) -> list[tuple[str, dict[str, Any]]]:
-    """Read the rows, each with the place that an error about it names."""
-    if data is not None:
-        return [(f"row {i}", row) for i, row in enumerate(data)]
-    if config.data is None:
-        raise ConfigError("data: not set; expected a JSONL file or the name of a built-in task")
-    if config.data in BUILT_IN and not Path(config.data).exists():
-        made = BUILT_IN[config.data].demonstrations(20_000, config.seed)
-        return [(f"{config.data} {i}", row) for i, row in enumerate(made)]
-    return [(f"{config.data}:{line}", row) for line, row in read_jsonl(config.data)]
+def columns_of(config: SFTConfig) -> Columns:
+    """Return the columns a row's parts are read from.
 
-
-def hold_out(
-    config: SFTConfig, policy: Policy, examples: list[Example]
-) -> tuple[list[Example], list[Example]]:
-    """Split off held-out rows, or read them from ``evaluation_data``.
-
-    Rows with equal tokens stay on one side, so nothing evaluated was trained on.
+    Raises:
+        ConfigError: one column for two parts.
     """
+    return Columns(
+        messages=config.messages_field,
+        prompt=config.prompt_field,
+        completion=config.completion_field,
+        tools=config.tools_field,
+    )
+
+
+def find_rows(config: SFTConfig, data: Iterable[dict[str, Any]] | None) -> Rows:
+    """Open the rows to train on: those given, a built-in task's, or those of files."""
+    if data is not None:
+        return ListedRows(list(data), "row")
+    name = config.data
+    if name is None:
+        raise ConfigError("data: not set; expected files or the name of a built-in task")
+    if isinstance(name, str) and name in BUILT_IN and not Path(name).exists():
+        if columns_of(config) != Columns():
+            raise ConfigError(f"data: the built-in {name!r} has fixed columns; map none")
+        return ListedRows(BUILT_IN[name].demonstrations(20_000, config.seed), name)
+    return open_rows(name)
+
+
+def split(
+    config: SFTConfig, rows: Rows, encoder: RowEncoder
+) -> tuple[Examples, Examples, list[str]]:
+    """Survey the rows; return those to train on, those held out, and lines that describe them.
+
+    Held-out rows come from ``evaluation_data``, or else are a random share of ``rows``.
+    """
+    survey = survey_rows(rows, encoder)
+    report = [f"data: {describe(survey, encoder)}"]
     if config.evaluation_data is not None:
-        rows = [(f"{config.evaluation_data}:{n}", r) for n, r in read_jsonl(config.evaluation_data)]
-        return examples, encode_rows(policy, rows, config.max_tokens, config.too_long).examples
-    room = min(256, int(config.evaluation_fraction * len(examples)))
-    shuffled = np.random.default_rng(config.seed).permutation(len(examples))
-    keys = [e.tokens.tobytes() for e in examples]
-    chosen = {keys[i] for i in shuffled[:room]}
-    training = [e for e, key in zip(examples, keys, strict=True) if key not in chosen]
-    if not training:
-        return examples, []
-    return training, [examples[i] for i in shuffled[:room]]
+        training = Examples(rows, encoder, survey, np.flatnonzero(survey.trained))
+        others = open_rows(config.evaluation_data)
+        found = survey_rows(others, encoder)
+        held_out = Examples(others, encoder, found, np.flatnonzero(found.trained))
+        report.append(f"held-out data: {describe(found, encoder)}")
+    else:
+        chosen = hold_out(survey, config.evaluation_fraction, MOST_HELD_OUT, config.seed)
+        training, held_out = (Examples(rows, encoder, survey, indices) for indices in chosen)
+        copies = int((survey.trained > 0).sum()) - len(training) - len(held_out)
+        left_out = f"; copies of them left out: {copies}" if copies else ""
+        report.append(f"held out: {len(held_out)} rows{left_out}")
+    report.append(f"first row, [[trained]]: {first_row(training)}")
+    return training, held_out, report
