@@ -6,6 +6,7 @@ rounds, ``updates`` count optimizer updates; lengths are in tokens, times in sec
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -79,7 +80,7 @@ class TrainingConfig(RunConfig):
     """Divide lora_alpha by the root of the rank instead of the rank (rsLoRA)."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapter's inputs that are zeroed in training."""
-    lora_targets: list[str] = Field(default_factory=lambda: ["*_proj"])
+    lora_targets: list[str] = field(default_factory=lambda: ["*_proj"])
     """Patterns of modules that get one: q_proj k_proj v_proj o_proj gate_proj up_proj
     down_proj embed_tokens lm_head."""
 
@@ -100,6 +101,16 @@ class SamplingConfig:
     """Longest prompt; a longer one is refused."""
     max_completion_tokens: PositiveInt = 128
     """Most tokens of one answer."""
+    stop: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Texts that end an answer besides the end of turn, as a list: '["###", "\\n\\n"]'."""
+    include_stop: bool = False
+    """Keep the stop text in the answer's text; its tokens are the same either way."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BatchSamplingConfig(SamplingConfig):
+    """How many completions are drawn at once."""
+
     slots: PositiveInt = 64
     """Sequences that the generation engine works on at once."""
 
@@ -143,7 +154,7 @@ class TaskConfig(JudgeConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class PolicyGradientConfig(TrainingConfig, SamplingConfig, TaskConfig):
+class PolicyGradientConfig(TrainingConfig, BatchSamplingConfig, TaskConfig):
     """What every on-policy algorithm for language shares."""
 
     temperature: PositiveFloat = 1.0

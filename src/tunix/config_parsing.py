@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
+import pydantic_core
 import yaml
 
 from tunix.errors import ConfigError, nearest
@@ -115,9 +116,19 @@ def format_config(config_class: type, values: Mapping[str, Any]) -> str:
     """Render values and the defaults of the other fields as YAML; what is required is null."""
     rows = {}
     for field in dataclasses.fields(config_class):
-        default = None if field.default is dataclasses.MISSING else field.default
-        rows[field.name] = values.get(field.name, default)
+        rows[field.name] = values.get(field.name, _default(field))
     return yaml.safe_dump(rows, sort_keys=False)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    # pydantic may leave its own description of a field where dataclasses keep the default
+    described = field.default
+    default = getattr(described, "default", described)
+    factory = getattr(described, "default_factory", None) or field.default_factory
+    if callable(factory):
+        return factory()
+    missing = default is dataclasses.MISSING or default is pydantic_core.PydanticUndefined
+    return None if missing else default
 
 
 def field_names(config_class: type) -> list[str]:
@@ -233,6 +244,8 @@ def _convert(config_class: type, values: Mapping[str, Any], where: str) -> dict[
             found = parser.parse_object({name: value}, defaults=False)[name]
         except ArgumentError:
             found = value  # pydantic says in better words what is wrong
+        if isinstance(value, str) and value.lstrip().startswith("#"):
+            found = value  # a comment in YAML, which would read as null
         fault = _fault(config_class, {name: found}, name)
         if fault is not None:
             raise ConfigError(f"{name}: {value!r} {where}; {fault}")

@@ -6,17 +6,20 @@ import asyncio
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.inference.replay import assert_same, run
+from tunix.environments.verifiable import ALPHABET
 from tunix.errors import ConfigError, RunError
 from tunix.inference import Engine, Request, SamplingParams
 from tunix.inference.scheduler import Scheduler
+from tunix.text.tokenizer import Tokenizer
 
 SIZES = {"slots": 8, "max_positions": 64}
 LONGER = {"slots": 16, "max_positions": 256}
+WARM = {"slots": 16, "max_positions": 128}
+LETTERS = Tokenizer.characters(ALPHABET)
 
 
 def request(seed: int = 0, tokens: int = 10, **filters) -> Request:
@@ -154,32 +157,86 @@ def test_close_ends_those_who_wait(tiny_config, tiny_params):
 
 
 def test_nothing_compiles_after_warm_up(tiny_config, tiny_params):
-    """Fifty settings and lengths within the shapes that were seen."""
+    """Fifty random settings and lengths, arriving at random; jax itself counts compilations."""
     rng = np.random.default_rng(0)
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
-    scheduler = Scheduler(tiny_config, tiny_params, slots=8, max_positions=64)
-    warm = [Request([1] * n, SamplingParams(max_tokens=3), seed=n) for n in (2, 3, 20, 21, 40, 40)]
-    run(scheduler, warm)
-    run(scheduler, warm[:1])
-    scheduler.publish(tiny_params, 1)
-    run(scheduler, [Request([1] * 30, SamplingParams(max_tokens=3), seed=0)])
-    run(scheduler, [Request([2] * 9, SamplingParams(max_tokens=3, top_p=0.5), seed=0)])
-    jnp.zeros(3).block_until_ready()
+    scheduler = Scheduler(tiny_config, tiny_params, tokenizer=LETTERS, **WARM)
+    scheduler.warm_up()
+    assert compiled  # the counter counts
     compiled.clear()
-    shapes = scheduler.stats.as_dict()["compilations"]
+    done = []
     for seed in range(50):
         how = SamplingParams(
             max_tokens=int(rng.integers(1, 20)),
             temperature=float(rng.choice([0, 0.3, 0.7, 1.1])),
-            top_k=int(rng.integers(1, 90)),
-            top_p=float(rng.uniform(0.2, 1)),
-            min_p=float(rng.uniform(0, 0.2)),
+            top_k=int(rng.integers(1, 90)) if rng.random() < 0.5 else None,
+            top_p=float(rng.uniform(0.2, 1)) if rng.random() < 0.5 else 1.0,
+            min_p=float(rng.uniform(0, 0.2)) if rng.random() < 0.5 else 0.0,
             stop_ids=frozenset(rng.integers(0, 96, rng.integers(0, 6)).tolist()),
+            stop=tuple(rng.choice(["ab", "c", "1+"], rng.integers(0, 3)).tolist()),
         )
-        tokens = rng.integers(0, 96, rng.integers(1, 40)).tolist()
-        run(scheduler, [Request(tokens, how, seed)])
+        tokens = rng.integers(0, 96, rng.integers(1, 60 if seed % 10 else 127)).tolist()
+        request = Request(tokens, how, seed)
+        for _ in range(rng.integers(1, 4)):
+            scheduler.submit(request, done.append)
+        for _ in range(rng.integers(0, 6)):
+            scheduler.step()
+        if seed == 25:
+            scheduler.publish(tiny_params, 1)
+    while scheduler.has_work:
+        scheduler.step()
+    assert {c.finish_reason for c in done} == {"stop", "length"}
+    assert scheduler.stats.as_dict()["compilations"] > 10
     assert compiled == []
-    assert scheduler.stats.as_dict()["compilations"] == shapes
+
+
+def test_warm_up_changes_nothing(tiny_config, tiny_params):
+    """In the middle of requests, whose keys and values lie in the cache."""
+    sizes = {"slots": 8, "max_positions": 128}
+    asked = [request(seed) for seed in range(12)]
+    expected = run(Scheduler(tiny_config, tiny_params, **sizes), asked)
+    scheduler, done = Scheduler(tiny_config, tiny_params, **sizes), {}
+    for i, one in enumerate(asked):
+        scheduler.submit(one, lambda result, i=i: done.__setitem__(i, result))
+    for _ in range(3):
+        scheduler.step()
+    scheduler.warm_up()
+    while scheduler.has_work:
+        scheduler.step()
+    for i, other in enumerate(expected):
+        assert_same(done[i], other)
+
+
+def test_a_stream_yields_what_is_drawn(tiny_config, tiny_params):
+    """Pieces join to the completion; one that is left early is aborted, beside others."""
+
+    async def whole(engine, asked):
+        pieces = [piece async for piece in engine.stream(asked)]
+        assert [p.completion is None for p in pieces] == [True] * (len(pieces) - 1) + [False]
+        return [token for piece in pieces for token in piece.tokens], pieces[-1].completion
+
+    async def left_early(engine):
+        stream = engine.stream(Request([1], SamplingParams(max_tokens=10_000), 0))
+        async for piece in stream:
+            await stream.aclose()
+            return piece.tokens
+
+    async def main(engine):
+        return await asyncio.gather(
+            whole(engine, request()), left_early(engine), whole(engine, request(1, stop=("a",)))
+        )
+
+    with Engine(tiny_config, tiny_params, tokenizer=LETTERS, **LONGER) as engine:
+        (tokens, completion), some, (stopped, other) = asyncio.run(main(engine))
+        assert tokens == completion.tokens.tolist()
+        assert stopped == other.tokens.tolist()
+        assert 1 <= len(some) < 10_000
+        assert_same(completion, engine.generate_sync([request()])[0])
+        assert engine.stats()["requests_done"] == 4
+        with pytest.raises(ConfigError, match="256 tokens"):
+            asyncio.run(whole(engine, Request([1] * 256, SamplingParams(max_tokens=1), 0)))
+    with pytest.raises(RunError, match="closed"):
+        asyncio.run(whole(engine, request()))

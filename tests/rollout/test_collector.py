@@ -13,7 +13,7 @@ from tunix.inference.engine import Engine
 from tunix.inference.request import SamplingParams
 from tunix.profiling.spans import Spans
 from tunix.rollout.collector import Collector
-from tunix.rollout.episode import EpisodeRunner, request_seed
+from tunix.rollout.episode import EpisodeRunner, request_seed, task_prompt
 from tunix.types import Task
 
 LIMIT = 6
@@ -47,7 +47,7 @@ def test_an_episode_is_recorded_as_it_was_sampled(policy, engine):
     """Prompt ids, then the sampled ids; mask, log-probs and versions exactly on the latter."""
     (group, other) = collector(policy, engine, lambda task, episode: 1.0).collect(tasks())
     assert (group.task.id, other.task.id) == ("t0", "t1")
-    prompt = collector(policy, engine, None).runner.prompt(group.task)
+    prompt = task_prompt(policy, group.task, 32)
     for played in group.trajectories:
         size = len(prompt)
         assert list(played.tokens[:size]) == prompt

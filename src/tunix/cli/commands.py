@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, Command] = {
     "generate": Command(
         "tunix.cli.generate:GenerateConfig", "tunix.cli.generate:run", "let a model answer prompts"
     ),
+    "chat": Command("tunix.cli.chat:ChatConfig", "tunix.cli.chat:run", "talk to a model"),
     "eval": Command(
         "tunix.cli.evaluate:EvaluateConfig", "tunix.cli.evaluate:run", "measure a model on tasks"
     ),

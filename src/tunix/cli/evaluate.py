@@ -7,14 +7,14 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from tunix.cli.generate import SMALLEST_BATCH, writer
+from tunix.cli.generate import open_engine, writer
 from tunix.config import (
     STRICT,
+    BatchSamplingConfig,
     JudgeConfig,
     NonNegativeInt,
     PolicyGradientConfig,
     PositiveInt,
-    SamplingConfig,
 )
 from tunix.datasets import tasks as task_files
 from tunix.inference.engine import Engine
@@ -30,7 +30,7 @@ from tunix.training.on_policy import TaskSource, task_source
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class EvaluateConfig(SamplingConfig, JudgeConfig):
+class EvaluateConfig(BatchSamplingConfig, JudgeConfig):
     """Measure a model on tasks."""
 
     model: str
@@ -59,14 +59,7 @@ def run(config: EvaluateConfig) -> dict[str, float]:
     source = held_out_source(config)
     policy = load_policy(config.model, config.dtype)
     longest = config.max_prompt_tokens + config.max_completion_tokens
-    slots = min(config.slots, max(SMALLEST_BATCH, len(source.held_out)))
-    with Engine(
-        policy.config,
-        policy.params,
-        adapters=policy.adapters,
-        slots=slots,
-        max_positions=longest,
-    ) as engine:
+    with open_engine(policy, config.slots, len(source.held_out), longest) as engine:
         metrics, samples = make_evaluator(config, policy, engine, source).evaluate()
     if config.output is not None:
         with writer(config.output) as write:

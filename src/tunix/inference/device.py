@@ -6,16 +6,18 @@ leave no trace carry a position outside the cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.errors import ModelError
-from tunix.inference.sampling import sample, sample_filtered
+from tunix.inference.sampling import Draws, sample, sample_filtered
 from tunix.models import llama, lora
 from tunix.models.llama import Cache, LlamaConfig, Params
 
@@ -113,6 +115,36 @@ def copy(
 def clear(cache: Cache, slot: Int[Array, ""]) -> Cache:
     """Fill a slot with zeros: what is masked is weighed by 0, and 0 times NaN is NaN."""
     return [(keys.at[slot].set(0), values.at[slot].set(0)) for keys, values in cache]
+
+
+def warm_up(
+    config: LlamaConfig,
+    weights: Weights,
+    cache: Cache,
+    draws: Draws,
+    *,
+    decode_rows: Sequence[int],
+    prefills: Sequence[tuple[int, int]],
+    windows: Sequence[int],
+) -> Cache:
+    """Compile the programs above for these rows, ``(rows, length)`` of prefills, and windows.
+
+    All rows stand outside the cache, so it comes back as it was.
+    """
+    slots, _, capacity = cache[0][1].shape[:3]
+    for window in windows:
+        for rows in decode_rows:
+            nothing, outside = np.zeros(rows, np.int32), np.full(rows, capacity, np.int32)
+            cache, logits = decode(config, weights, cache, nothing, outside, nothing, window)
+            cache = copy(cache, nothing, slots + np.arange(rows, dtype=np.int32), window)
+            for program in (draw, draw_filtered):
+                program(logits, jax.tree.map(lambda x, rows=rows: x[:rows], draws))
+        for rows, length in prefills:
+            nothing, base = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
+            targets = slots + np.arange(rows, dtype=np.int32)
+            outside = np.full((rows, length), capacity, np.int32)
+            cache = prefill(config, weights, cache, nothing, outside, targets, base, window)
+    return cache
 
 
 _unstack = jax.jit(llama.unstack)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunix.errors import RunError
 from tunix.inference import device
 from tunix.inference.request import Completion, Request
-from tunix.inference.scheduler import Scheduler
+from tunix.inference.scheduler import OnToken, Scheduler
 from tunix.models.llama import LlamaConfig, Params
 from tunix.models.lora import Adapter
+from tunix.text.tokenizer import Tokenizer
+
+
+class Piece(NamedTuple):
+    """What a stream yields."""
+
+    tokens: list[int]
+    """Ids drawn since the piece before."""
+    completion: Completion | None
+    """The whole completion, with the last piece."""
 
 
 class Engine:
@@ -22,8 +33,9 @@ class Engine:
 
     ``params`` and ``adapters`` are in training form and copied, here and in ``publish``.
     ``slots`` sequences run at once, each of at most ``max_positions`` tokens, prompt and answer
-    together; further requests wait. Close it, or use it as a context manager. Raises
-    ``ConfigError`` and ``ModelError`` as ``Scheduler`` does.
+    together; further requests wait. The ``tokenizer`` is needed where requests have stop strings.
+    Close it, or use it as a context manager. Raises ``ConfigError`` and ``ModelError`` as
+    ``Scheduler`` does.
     """
 
     def __init__(
@@ -35,6 +47,7 @@ class Engine:
         slots: int = 64,
         max_positions: int,
         version: int = 0,
+        tokenizer: Tokenizer | None = None,
     ):
         self._scheduler = Scheduler(
             config,
@@ -43,6 +56,7 @@ class Engine:
             slots=slots,
             max_positions=max_positions,
             version=version,
+            tokenizer=tokenizer,
         )
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -78,13 +92,49 @@ class Engine:
             raise
 
     def generate_sync(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate completions, in the order of the requests; for plain scripts."""
+        """Generate completions, in the order of the requests; for plain scripts.
+
+        ``generate_sync(request.samples(8))`` draws eight answers to one prompt. Errors as
+        ``generate``.
+        """
         futures = [self._submit(request) for request in requests]
         try:
             return [future.result() for future in futures]
         except BaseException:
             self._abort(futures)
             raise
+
+    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+        """Yield the tokens of a request as they are drawn; the last piece has the completion.
+
+        Cancelling, or closing the iterator, aborts the request. Errors as ``generate``.
+        """
+        loop = asyncio.get_running_loop()
+        drawn: asyncio.Queue[int | None] = asyncio.Queue()
+
+        def post(token: int) -> None:
+            with contextlib.suppress(RuntimeError):  # that loop has ended; the abort is on its way
+                loop.call_soon_threadsafe(drawn.put_nowait, token)
+
+        future = self._submit(request, post)
+        result = asyncio.wrap_future(future)
+        result.add_done_callback(lambda _: drawn.put_nowait(None))  # behind the last token
+        try:
+            while True:
+                ids = [await drawn.get()]
+                while not drawn.empty():
+                    ids.append(drawn.get_nowait())
+                tokens = [token for token in ids if token is not None]
+                if ids[-1] is None:
+                    yield Piece(tokens, result.result())
+                    return
+                yield Piece(tokens, None)
+        finally:
+            self._abort([future])
+
+    def warm_up(self) -> None:
+        """Compile every program that requests may need (seconds each) before serving any."""
+        self._command(self._scheduler.warm_up)
 
     def publish(self, published: Params | Adapter, version: int) -> bool:
         """Take over new weights between two steps, without draining; return when done.
@@ -96,15 +146,7 @@ class Engine:
         old = self._scheduler.weights
         own = self._scheduler.taken_over(published)
         changed = bool(device.differ(old, own))
-        future: Future = Future()
-        future.set_running_or_notify_cancel()
-
-        def install() -> None:
-            self._scheduler.install(own, version)
-            self._resolve(future, None)
-
-        self._post(install, [future])
-        future.result()
+        self._command(lambda: self._scheduler.install(own, version))
         return changed
 
     def stats(self) -> dict[str, int | float]:
@@ -125,15 +167,29 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, request: Request) -> Future:
+    def _command(self, run: Callable[[], None]) -> None:
+        """Let the thread run something between two steps, and wait for it."""
+        future: Future = Future()
+        future.set_running_or_notify_cancel()
+
+        def command() -> None:
+            run()
+            self._resolve(future, None)
+
+        self._post(command, [future])
+        future.result()
+
+    def _submit(self, request: Request, on_token: OnToken | None = None) -> Future:
         self._scheduler.validate(request)
         future: Future = Future()
         # Marked as running, so that cancelling the asyncio side cannot race with our result.
         future.set_running_or_notify_cancel()
 
         def submit() -> None:
-            id = self._scheduler.submit(request, lambda result: self._resolve(future, result))
-            self._waiting[future] = id
+            def done(result: Any) -> None:
+                self._resolve(future, result)
+
+            self._waiting[future] = self._scheduler.submit(request, done, on_token)
 
         self._post(submit, [future])
         return future

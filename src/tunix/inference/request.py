@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from tunix.config import SamplingConfig
 from tunix.errors import ConfigError
 
 FinishReason = Literal["stop", "length", "aborted"]
-"""A stop id was sampled, a limit was reached, or the caller gave up."""
+"""A stop id was sampled or a stop string completed, a limit was reached, the caller gave up."""
 
 MIN_TEMPERATURE = 1e-3
 """Below this, float32 logits over the temperature lose their meaning: 0 says it plainly."""
@@ -26,8 +27,13 @@ class SamplingParams:
     and ignores the filters. ``top_k`` keeps the k likeliest tokens, ``top_p`` of those the
     smallest set that holds this share of their mass, ``min_p`` the tokens at least this likely
     relative to the likeliest. Tokens that tie with the last one kept are kept. At most
-    ``max_tokens`` are drawn, the stop token included. Raises ``ConfigError`` for values out of
-    range.
+    ``max_tokens`` are drawn, the stop token included.
+
+    The completion ends with the first token after which its decoding, special tokens left out,
+    contains a text of ``stop``: one token may bring the end of it and more, and the prompt is not
+    searched. Ids and log-probabilities are kept up to and with that token; the answer's *text* is
+    cut before the stop string, or behind it with ``include_stop`` (``text.stop.cut``). Raises
+    ``ConfigError`` for values out of range.
     """
 
     max_tokens: int
@@ -36,6 +42,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
 
     def __post_init__(self) -> None:
         def check(good: bool, name: str, expected: str) -> None:
@@ -53,6 +61,7 @@ class SamplingParams:
         check(0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
         check(0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
         check(all(i >= 0 for i in self.stop_ids), "stop_ids", "token ids, which are not negative")
+        check(isinstance(self.stop, tuple) and all(self.stop), "stop", "texts that are not empty")
 
     @property
     def filtered(self) -> bool:
@@ -69,7 +78,15 @@ def sampling_params(config: SamplingConfig, stop_ids: frozenset[int]) -> Samplin
         min_p=config.min_p,
         max_tokens=config.max_completion_tokens,
         stop_ids=stop_ids,
+        stop=tuple(config.stop or ()),
+        include_stop=config.include_stop,
     )
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """A seed of 64 bits that is a function of another one and a number."""
+    name = f"{seed}\n{index}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,15 @@ class Request:
             raise ConfigError("the prompt has no token: the first token needs one to follow")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}, expected 0 <= seed < 2**64")
+
+    def samples(self, n: int) -> list[Request]:
+        """Return the request ``n`` times; sample i's seed is a function of (``seed``, i).
+
+        The engine reads their prompt once. Raises ``ConfigError`` for ``n`` below 1.
+        """
+        if n < 1:
+            raise ConfigError(f"samples is {n}, expected at least 1")
+        return [replace(self, seed=derived_seed(self.seed, i)) for i in range(n)]
 
 
 @dataclass(frozen=True)

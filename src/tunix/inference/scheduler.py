@@ -16,6 +16,7 @@ the order of arrival, or how prompts were batched. That rests on
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,10 +29,12 @@ import numpy as np
 from tunix.errors import ConfigError, ModelError
 from tunix.inference import device
 from tunix.inference.request import Completion, Request
-from tunix.inference.slots import CHUNK, MIN_ROWS, SlotTable, bucket
+from tunix.inference.slots import CHUNK, MIN_ROWS, SlotTable, bucket, buckets
 from tunix.models import llama
 from tunix.models.llama import LlamaConfig, Params
 from tunix.models.lora import Adapter
+from tunix.text.stop import StopSearch
+from tunix.text.tokenizer import Tokenizer
 
 ROW_FACTOR = 4
 """Decode steps have 8, 32, 128 … rows: each number costs seconds of compilation."""
@@ -43,6 +46,7 @@ PREFILL_TOKENS = 512
 """Padded prompt positions read between two decode steps, so that long prompts stall nobody."""
 
 OnDone = Callable[[Completion | Exception], None]
+OnToken = Callable[[int], None]
 
 
 @dataclass(eq=False)
@@ -50,6 +54,8 @@ class _Job:
     id: int
     request: Request
     on_done: OnDone
+    on_token: OnToken | None
+    search: StopSearch | None
     slot: int = -1
     prefill_version: int = -1
     decoding: bool = False
@@ -97,7 +103,8 @@ class Scheduler:
     ``params`` are in training form and copied. Deterministic and not thread-safe: one thread
     calls ``submit``, ``step``, ``publish``, ``abort``. ``on_done`` gets each request's
     ``Completion``, or a ``ModelError`` where the logits were not finite, from within ``step`` or
-    ``abort``. Raises ``ConfigError`` where ``max_positions`` exceeds what the model allows.
+    ``abort``. Requests with stop strings need the ``tokenizer``. Raises ``ConfigError`` where
+    ``max_positions`` exceeds what the model allows.
     """
 
     def __init__(
@@ -109,6 +116,7 @@ class Scheduler:
         slots: int = 64,
         max_positions: int,
         version: int = 0,
+        tokenizer: Tokenizer | None = None,
     ):
         if slots < 1 or not 2 <= max_positions <= config.max_positions:
             raise ConfigError(
@@ -119,6 +127,7 @@ class Scheduler:
         self.max_positions = max_positions
         self.version = version
         self.stats = Stats()
+        self._tokenizer = tokenizer
         self.weights = device.Weights(
             device.take_over(config, params),
             tuple(device.take_over_adapter(config, adapter) for adapter in adapters),
@@ -160,13 +169,24 @@ class Scheduler:
                 f"adapter is {request.adapter}; the engine has {len(self.weights.adapters)} "
                 "adapter(s), and 0 means none"
             )
+        if request.sampling.stop and self._tokenizer is None:
+            raise ConfigError(
+                f"stop is {request.sampling.stop}, but the engine has no tokenizer to search the "
+                "text with; expected Engine(..., tokenizer=policy.tokenizer)"
+            )
 
-    def submit(self, request: Request, on_done: OnDone) -> int:
-        """Queue a request; return the id by which it can be aborted."""
+    def submit(self, request: Request, on_done: OnDone, on_token: OnToken | None = None) -> int:
+        """Queue a request; return the id by which it can be aborted.
+
+        ``on_token`` gets each token's id as it is drawn.
+        """
         self.validate(request)
         prompt = request.tokens[:-1]
         prefix = np.asarray([request.adapter, *prompt], np.int32).tobytes() if prompt else b""
-        job = _Job(self._next_id, request, on_done, prefix=prefix)
+        stop, search = request.sampling.stop, None
+        if stop and self._tokenizer is not None:
+            search = StopSearch(self._tokenizer, stop)
+        job = _Job(self._next_id, request, on_done, on_token, search, prefix=prefix)
         self._next_id += 1
         self._jobs[job.id] = job
         self._waiting.append(job)
@@ -218,6 +238,20 @@ class Scheduler:
         else:
             self._waiting.remove(job)
         self._finish(job, result)
+
+    def warm_up(self) -> None:
+        """Compile every program that a step may run (seconds each), so that no request waits."""
+        self._cache = device.warm_up(
+            self.config,
+            self.weights,
+            self._cache,
+            self._table.draws(self._rows),
+            decode_rows=buckets(MIN_ROWS, self._rows, ROW_FACTOR),
+            prefills=list(itertools.product((1, PREFILL_ROWS), (SHORT_CHUNK, CHUNK))),
+            windows=buckets(CHUNK, self._capacity),
+        )
+        if self._free:
+            self._clear(self._free[0])
 
     def step(self) -> None:
         """Admit, read some prompt, decode one token a ready slot."""
@@ -356,7 +390,8 @@ class Scheduler:
             table.adapters[:rows],
             window,
         )
-        done, failed = table.record(self._draw(logits, active), self.version)
+        sampled = self._draw(logits, active)
+        done, failed = table.record(sampled, self._show(sampled, active), self.version)
         self.stats.decode_steps += 1
         self.stats.slot_steps += rows
         self.stats.busy_slot_steps += len(active)
@@ -384,6 +419,19 @@ class Scheduler:
         if len(sampled) == 1:
             return sampled[0]
         return [np.where(filtered, b, a) for a, b in zip(*sampled, strict=True)]
+
+    def _show(self, sampled: list[np.ndarray], active: np.ndarray) -> np.ndarray:
+        """Show new tokens to who wants to see them; return where a stop string is complete."""
+        tokens, logprobs, _ = sampled
+        matched = np.zeros(len(tokens), bool)
+        for slot in active[np.isfinite(logprobs[active])].tolist():
+            job = self._in_slot[slot]
+            assert job is not None
+            if job.search is not None:
+                matched[slot] = job.search.push(int(tokens[slot]))
+            if job.on_token is not None:
+                job.on_token(int(tokens[slot]))
+        return matched
 
     def _row_bucket(self, n: int) -> int:
         return bucket(n, MIN_ROWS, self._rows, ROW_FACTOR)

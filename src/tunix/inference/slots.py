@@ -23,6 +23,14 @@ def bucket(n: int, smallest: int, largest: int, factor: int = 2) -> int:
     return min(size, largest)
 
 
+def buckets(smallest: int, largest: int, factor: int = 2) -> list[int]:
+    """Every value that ``bucket`` can return, ascending."""
+    sizes = [bucket(1, smallest, largest, factor)]
+    while sizes[-1] < largest:
+        sizes.append(bucket(sizes[-1] + 1, smallest, largest, factor))
+    return sizes
+
+
 class SlotTable:
     """What each slot is doing: the inputs of its next decode step and what it drew so far.
 
@@ -45,6 +53,8 @@ class SlotTable:
         self.starts = np.zeros(slots, np.int32)
         self.ends = np.zeros(slots, np.int32)
         self.stops = np.full((slots, 1), -1, np.int32)
+        self.matched = np.zeros(slots, bool)
+        """Where a stop string is complete."""
         self.drawn = np.zeros((slots, capacity), np.int32)
         self.logprobs = np.zeros((slots, capacity), np.float32)
         self.log_kept = np.zeros((slots, capacity), np.float32)
@@ -72,6 +82,7 @@ class SlotTable:
             self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
         self.stops[slot] = -1
         self.stops[slot, : len(s.stop_ids)] = sorted(s.stop_ids)
+        self.matched[slot] = False
 
     def release(self, slot: int) -> None:
         """Make a slot inert, and its sampling such that it asks for no filter."""
@@ -97,10 +108,13 @@ class SlotTable:
             min_p=self.min_p[:rows],
         )
 
-    def record(self, sampled: Sequence[np.ndarray], version: int) -> tuple[np.ndarray, np.ndarray]:
+    def record(
+        self, sampled: Sequence[np.ndarray], matched: np.ndarray, version: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Store a step's draws and advance; return the slots that are done, and which failed.
 
-        ``sampled`` are the arrays of ``sampling.Sampled``, each ``[rows]``.
+        ``sampled`` are the arrays of ``sampling.Sampled``, each ``[rows]``; ``matched`` (bool
+        ``[rows]``) is True where the token completes a stop string.
         Both are arrays of slot numbers; a slot fails where its log-probability is not finite.
         """
         tokens, logprobs, log_kept = sampled
@@ -113,7 +127,8 @@ class SlotTable:
         self.versions[active, positions] = version
         self.tokens[active] = tokens
         self.positions[active] = positions
-        stopped = (self.stops[active] == tokens[:, None]).any(1)
+        self.matched[active] = matched[active]
+        stopped = (self.stops[active] == tokens[:, None]).any(1) | matched[active]
         failed = ~np.isfinite(logprobs)
         done = stopped | (positions >= self.ends[active]) | failed
         return active[done], active[failed]
@@ -121,7 +136,7 @@ class SlotTable:
     def completion(self, slot: int, prefill_version: int, aborted: bool = False) -> Completion:
         """Copy out what a decoding slot drew."""
         span = slice(self.starts[slot], self.positions[slot] + 1)
-        stopped = bool((self.stops[slot] == self.tokens[slot]).any())
+        stopped = bool((self.stops[slot] == self.tokens[slot]).any() or self.matched[slot])
         reason: FinishReason = "aborted" if aborted else "stop" if stopped else "length"
         return Completion(
             tokens=self.drawn[slot, span].copy(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tunix.errors import DataError, ModelError, nearest
 from tunix.models import gguf, huggingface, lora, peft
 from tunix.models.llama import LlamaConfig, Params
 from tunix.text import template
-from tunix.text.stop import stop_ids
+from tunix.text.stop import cut, stop_ids
 from tunix.text.tokenizer import Tokenizer, read_json
 from tunix.types import Task
 
@@ -150,17 +150,23 @@ def encode_task(policy: Policy, task: Task) -> list[int]:
     return tokenizer.encode_text(text)
 
 
-def answer_text(policy: Policy, ids: Iterable[int] | np.ndarray) -> str:
+def answer_text(
+    policy: Policy,
+    ids: Iterable[int] | np.ndarray,
+    stop: Sequence[str] = (),
+    include_stop: bool = False,
+) -> str:
     """Text of what the policy emitted, without the stop token at its end and special tokens.
 
-    A model without a tokenizer answers in decimal ids separated by spaces.
+    It is cut before the first of the ``stop`` strings, or behind it with ``include_stop``. A model
+    without a tokenizer answers in decimal ids separated by spaces.
     """
     kept = [int(i) for i in ids]
     if kept and kept[-1] in policy.stop_ids:
         kept.pop()
     if policy.tokenizer is None:
         return " ".join(map(str, kept))
-    return policy.tokenizer.decode(kept, skip_special_tokens=True)
+    return cut(policy.tokenizer.decode(kept, skip_special_tokens=True), stop, include_stop)
 
 
 def locate(source: str | Path) -> Path:

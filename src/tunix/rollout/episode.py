@@ -169,7 +169,9 @@ class EpisodeRunner:
             )
             completion = await self.engine.generate(request)
             record.add_action(completion)
-            record.text = answer_text(self.policy, [int(t) for t in completion.tokens])
+            record.text = answer_text(
+                self.policy, completion.tokens, sampling.stop, sampling.include_stop
+            )
             record.messages.append({"role": "assistant", "content": record.text})
             step: Step = await self._ask(environment.step, record.messages[-1])
             record.reward += float(step.reward)

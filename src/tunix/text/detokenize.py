@@ -23,6 +23,10 @@ class Detokenizer(Protocol):
         """Take the next id and return the text that is now certain, often empty."""
         ...
 
+    def pending(self) -> str:
+        """Text of what is held back as it would stand if the stream ended here."""
+        ...
+
     def flush(self) -> str:
         """Return what was held back; bytes that never became a character are U+FFFD."""
         ...
@@ -64,6 +68,9 @@ class _ByteLevel:
             data = token.encode()
         return self._decoder.decode(data)
 
+    def pending(self) -> str:
+        return self._decoder.getstate()[0].decode("utf-8", "replace")
+
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -93,12 +100,21 @@ class _Windowed:
         self._held.append(token_id)
         return piece + self._take(unless_incomplete=True)
 
+    def pending(self) -> str:
+        known, text = self._decode()
+        return text[len(known) :]
+
     def flush(self) -> str:
         return self._take()
 
+    def _decode(self) -> tuple[str, str]:
+        """Text of the piece before, and of that with what is held back."""
+        return self._tokenizer.decode(self._before), self._tokenizer.decode(
+            self._before + self._held
+        )
+
     def _take(self, unless_incomplete: bool = False) -> str:
-        known = self._tokenizer.decode(self._before)
-        text = self._tokenizer.decode(self._before + self._held)
+        known, text = self._decode()
         if unless_incomplete and text.endswith("\ufffd"):
             return ""
         if text:  # before the first character the beginning is still the beginning

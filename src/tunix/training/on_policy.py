@@ -176,6 +176,7 @@ class OnPolicyRun(TrainingRun[PolicyGradientConfig]):
             slots=config.slots,
             max_positions=longest,
             version=self.step,
+            tokenizer=self.policy.tokenizer,
         )
         stack.callback(self.engine.close)
         runner = EpisodeRunner(
