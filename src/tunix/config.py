@@ -172,6 +172,7 @@ class PolicyGradientConfig(TrainingConfig, BatchSamplingConfig, TaskConfig):
     evaluation_interval: NonNegativeInt = 10
     """Steps between evaluations; 0 means only before the first and after the last step."""
     truncated: Literal["keep", "mask", "zero"] = "keep"
-    """Completions cut at the limit: keep them, mask them out of the loss, or zero their reward."""
+    """Completions cut at the limit: keep them, mask them out of the loss, or zero their reward (in
+    evaluations as well)."""
     max_invalid_share: Fraction = 0.5
     """Stop when in three steps in a row more than this share of samples has no usable reward."""

@@ -10,7 +10,7 @@ import pytest
 from tests.policies import tiny_policy
 from tunix.algorithms.language import grpo
 from tunix.algorithms.language.grpo import GRPOConfig
-from tunix.errors import ConfigError, RunError
+from tunix.errors import ConfigError, DataError, RunError
 from tunix.types import Task
 
 
@@ -135,12 +135,14 @@ def test_truncated_completions_are_handled_as_chosen(tmp_path):
     cut = dict(max_completion_tokens=1, steps=1)
     kept = run(tmp_path / "k", reward=lambda t, e: float(e.tokens[-1]), **cut).metrics[0]
     masked = run(tmp_path / "m", reward=lambda t, e: float(e.tokens[-1]), truncated="mask", **cut)
-    zeroed = run(tmp_path / "z", reward=lambda t, e: 5.0, truncated="zero", **cut).metrics[0]
+    zero = run(tmp_path / "z", reward=lambda t, e: 5.0, truncated="zero", **cut)
+    zeroed = zero.metrics[0]
     assert kept["truncated_samples"] >= 6
     assert kept["gradient_norm"] > 0
     assert masked.metrics[0]["reward_mean"] == kept["reward_mean"]
     assert masked.metrics[0].get("gradient_norm", 0) != kept["gradient_norm"]
     assert zeroed["reward_mean"] == 5.0 * (8 - zeroed["truncated_samples"]) / 8
+    assert zero.evaluations[-1]["reward_mean"] < 5.0
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,29 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path):
         jax.tree.leaves(straight.policy.params), jax.tree.leaves(resumed.policy.params), strict=True
     ):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_resumed_run_keeps_the_date(tmp_path):
+    """The template writes microseconds, and still every prompt begins with the run's beginning."""
+    policy = tiny_policy()
+    policy.tokenizer.chat_template = "{{ strftime_now('%M%S%f') }}" + policy.tokenizer.chat_template
+    seen = set()
+
+    def look(task, episode):
+        context = episode.tokens[: int(np.argmax(episode.action_mask))]
+        seen.add(policy.tokenizer.decode(context)[:10])
+        return short(task, episode)
+
+    for steps in (1, 2):
+        run(tmp_path / "r", reward=look, policy=policy, steps=steps, resume=steps == 2)
+    assert len(seen) == 1
+
+
+def test_two_tasks_of_one_id_are_refused(tmp_path):
+    with pytest.raises(DataError, match="2 tasks have the id 't0'; expected different ones"):
+        grpo.train(
+            config(tmp_path / "r"), policy=tiny_policy(), tasks=[*tasks(), tasks()[0]], reward=short
+        )
 
 
 class Stopper:

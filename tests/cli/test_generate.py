@@ -211,6 +211,14 @@ def test_evaluate_file(model, tmp_path, capsys):
     assert [sample["answer"] for sample in samples] == ["1", "2", "3", "4"]
 
 
+def test_evaluate_refuses_lengths_beyond_the_context(model, tmp_path):
+    lengths = {"max_prompt_tokens": 500, "max_completion_tokens": 100}
+    with pytest.raises(
+        ConfigError, match=r"500 \+ 100 = 600, more than the model's context of 512"
+    ):
+        evaluate.run(evaluate.EvaluateConfig(model=model, tasks="arithmetic", **lengths))
+
+
 def test_evaluate_names_what_is_missing(model, tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'arithmetic'"):
         evaluate.run(evaluate.EvaluateConfig(model=model, tasks="arithmetics"))

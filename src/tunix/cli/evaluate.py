@@ -18,7 +18,7 @@ from tunix.config import (
 )
 from tunix.datasets import tasks as task_files
 from tunix.inference.engine import Engine
-from tunix.inference.request import sampling_params
+from tunix.inference.request import check_context, sampling_params
 from tunix.metrics.sinks import plain
 from tunix.models.policy import Policy, load_policy
 from tunix.profiling.spans import Spans
@@ -58,6 +58,7 @@ def run(config: EvaluateConfig) -> dict[str, float]:
     """
     source = held_out_source(config)
     policy = load_policy(config.model, config.dtype)
+    check_context(config, policy.config.max_positions)
     longest = config.max_prompt_tokens + config.max_completion_tokens
     with open_engine(policy, config.slots, len(source.held_out), longest) as engine:
         metrics, samples = make_evaluator(config, policy, engine, source).evaluate()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -60,8 +59,6 @@ class RowEncoder:
     too_long: TooLong
     columns: Columns = Columns()
     trained_turns: TrainedTurns = "all"
-    now: datetime.datetime | None = None
-    """What a chat template takes for the present, should it write the date."""
 
     def encode(self, row: dict[str, Any], where: str) -> Example:
         """Encode a row of any length.
@@ -108,7 +105,7 @@ class RowEncoder:
         chat, tools = self._chat(row, where), _tools(row.get(self.columns.tools))
         if tokenizer.chat_template is not None or row.get(self.columns.messages) is not None:
             marked = encode_training_chat(
-                tokenizer, chat, policy.stop_ids, tools, self.trained_turns, self.now
+                tokenizer, chat, policy.stop_ids, tools, self.trained_turns, policy.now
             )
             return Example(*marked)
         if tools:

@@ -32,7 +32,7 @@ def tasks(
 
     Raises:
         DataError: no such file, no rows, a broken line, a row without the prompt column or with a
-            wrong type.
+            wrong type, two rows with one id.
     """
     rows, paths = open_rows(files), find_files(files)
     same_names = len({path.name for path in paths}) < len(paths)
@@ -49,7 +49,15 @@ def tasks(
                 split=split,
             )
         )
+    check_ids(found)
     return found
+
+
+def check_ids(found: Sequence[Task]) -> None:
+    """Raise ``DataError`` for two tasks of one id: episodes of both would draw the same numbers."""
+    for identifier, count in Counter(task.id for task in found).most_common(1):
+        if count > 1:
+            raise DataError(f"{count} tasks have the id {identifier!r}; expected different ones")
 
 
 def names_files(tasks: Sequence[str] | str) -> bool:

@@ -83,6 +83,16 @@ def sampling_params(config: SamplingConfig, stop_ids: frozenset[int]) -> Samplin
     )
 
 
+def check_context(config: SamplingConfig, context: int) -> None:
+    """Raise ``ConfigError`` where the longest prompt and answer exceed the model's context."""
+    prompt, answer = config.max_prompt_tokens, config.max_completion_tokens
+    if prompt + answer > context:
+        raise ConfigError(
+            f"max_prompt_tokens + max_completion_tokens: {prompt} + {answer} = {prompt + answer}, "
+            f"more than the model's context of {context}"
+        )
+
+
 def derived_seed(seed: int, index: int) -> int:
     """A seed of 64 bits that is a function of another one and a number."""
     name = f"{seed}\n{index}".encode()

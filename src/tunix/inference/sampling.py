@@ -148,7 +148,9 @@ def _first_above(
     mass is taken. So a token without mass is never drawn.
     """
     length = mass.shape[-1]
-    running = jnp.einsum("rj,ij->ri", mass, jnp.tri(length, dtype=mass.dtype))
+    highest = jax.lax.Precision.HIGHEST  # accelerators would round the mass to 8 or 10 bits
+    triangle = jnp.tri(length, dtype=mass.dtype)
+    running = jnp.einsum("rj,ij->ri", mass, triangle, precision=highest)
     some = mass > 0
     above = some & (running > target[:, None])
     last = length - 1 - jnp.argmax(some[:, ::-1], axis=-1)

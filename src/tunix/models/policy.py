@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,9 @@ class Policy:
     """Content of ``generation_config.json``; kept for saving, read by nothing."""
     adapter: lora.Adapter | None = None
     """Part of the policy; without it the policy is the base."""
+    now: datetime.datetime | None = None
+    """What a chat template that writes the date takes for now; None is the time of the call. A run
+    sets its beginning, so that a prompt stays the same however long it lasts."""
 
     @property
     def adapters(self) -> tuple[lora.Adapter, ...]:
@@ -133,7 +137,9 @@ def encode_task(policy: Policy, task: Task) -> list[int]:
         raise DataError(f"task {task.id!r} has text, but the model has no tokenizer; give tokens")
     if task.messages is not None and tokenizer.chat_template is not None:
         try:
-            return template.encode_chat(tokenizer, task.messages, add_generation_prompt=True)
+            return template.encode_chat(
+                tokenizer, task.messages, add_generation_prompt=True, now=policy.now
+            )
         except DataError as error:
             raise DataError(f"task {task.id!r}: {error}") from error
     text = task.text

@@ -38,6 +38,8 @@ class Collector:
     seed: int
     retries: int = 1
     reward_timeout: float = 30.0
+    zero_truncated: bool = False
+    """Give an episode that was cut at a limit the reward 0, whatever it was judged."""
     _gate: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +77,9 @@ class Collector:
 
             played = await self.runner.play(task, self.sampling, number, seed)
             if played.error is None:
-                return await self._judge(task, played)
+                judged = await self._judge(task, played)
+                cut = self.zero_truncated and judged.status == "truncated"
+                return replace(judged, reward=0.0) if cut and judged.reward is not None else judged
         return played
 
     async def _judge(self, task: Task, played: Trajectory) -> Trajectory:

@@ -43,13 +43,16 @@ def render(
     *,
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
+    now: datetime.datetime | None = None,
 ) -> str:
     """Render a conversation with the tokenizer's chat template.
+
+    ``now`` is the time that a template which writes the date sees; None is that of the call.
 
     Raises ``DataError`` for a conversation that is malformed, has an unknown role, or that the
     template refuses, and where there is no template.
     """
-    return _render(tokenizer, messages, add_generation_prompt, tools)[0]
+    return _render(tokenizer, messages, add_generation_prompt, tools, now)[0]
 
 
 def encode_chat(
@@ -58,13 +61,13 @@ def encode_chat(
     *,
     add_generation_prompt: bool = True,
     tools: list[dict[str, Any]] | None = None,
+    now: datetime.datetime | None = None,
 ) -> list[int]:
     """Render and encode a conversation.
 
-    The template alone writes BOS, so it never doubles. Errors as ``render``.
+    The template alone writes BOS, so it never doubles. ``now`` and errors as in ``render``.
     """
-    text = render(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools)
-    return tokenizer.encode(text)
+    return tokenizer.encode(_render(tokenizer, messages, add_generation_prompt, tools, now)[0])
 
 
 def encode_training_chat(

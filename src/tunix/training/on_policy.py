@@ -19,7 +19,7 @@ from tunix.environments.base import Environment, SingleTurn
 from tunix.environments.verifiable import built_in
 from tunix.errors import ConfigError, RunError
 from tunix.inference.engine import Engine
-from tunix.inference.request import sampling_params
+from tunix.inference.request import check_context, sampling_params
 from tunix.losses.aggregate import Aggregate, token_weights
 from tunix.models.policy import Policy
 from tunix.rewards.resolve import import_object, resolve_reward
@@ -82,6 +82,7 @@ def _tasks(
     if tasks is not None:
         training = [t for t in tasks if t.split == "train"]
         held_out = [t for t in tasks if t.split != "train"]
+        task_files.check_ids([*tasks])
     elif config.tasks is None:
         raise ConfigError("tasks: not set; expected files or the name of a built-in task")
     elif isinstance(config.tasks, str) and not task_files.names_files(config.tasks):
@@ -145,6 +146,7 @@ class OnPolicyRun(TrainingRun[PolicyGradientConfig]):
             DataError: a prompt that cannot be used, among the first thousands.
         """
         _check_sizes(config, policy, minimum_group)
+        policy = replace(policy, now=folder.begun)
         for task in [*source.held_out, *source.training[:CHECKED_PROMPTS]]:
             task_prompt(policy, task, config.max_prompt_tokens)
         return cls(
@@ -197,6 +199,7 @@ class OnPolicyRun(TrainingRun[PolicyGradientConfig]):
             config.seed,
             config.episode_retries,
             config.reward_timeout,
+            config.truncated == "zero",
         )
         held_out = replace(sampling, temperature=config.evaluation_temperature)
         judge = replace(self.collector, sampling=held_out, size=1)
@@ -216,8 +219,6 @@ class OnPolicyRun(TrainingRun[PolicyGradientConfig]):
             wanted.append((self.source.training[index], epoch))
         with self.spans("rollout"), self.interruptible():
             groups = self.collector.collect(wanted)
-        if self.config.truncated == "zero":
-            groups = [_zero_truncated(group) for group in groups]
         self._check_invalid(groups)
         return groups
 
@@ -337,14 +338,6 @@ def rollout_metrics(groups: Sequence[Group], success_reward: float) -> dict[str,
     return metrics
 
 
-def _zero_truncated(group: Group) -> Group:
-    def judged(t: Any) -> Any:
-        cut = t.status == "truncated" and t.reward is not None
-        return replace(t, reward=0.0) if cut else t
-
-    return Group(group.task, [judged(t) for t in group.trajectories])
-
-
 def _check_sizes(config: PolicyGradientConfig, policy: Policy, minimum_group: int) -> None:
     if config.group_size < minimum_group:
         raise ConfigError(
@@ -356,10 +349,4 @@ def _check_sizes(config: PolicyGradientConfig, policy: Policy, minimum_group: in
             f"updates_per_step: {config.updates_per_step} parts of {config.tasks_per_step} groups "
             "(tasks_per_step); expected at most one part a group"
         )
-    longest = config.max_prompt_tokens + config.max_completion_tokens
-    if longest > policy.config.max_positions:
-        raise ConfigError(
-            f"max_prompt_tokens + max_completion_tokens: {config.max_prompt_tokens} + "
-            f"{config.max_completion_tokens} = {longest}, more than the model's context of "
-            f"{policy.config.max_positions}"
-        )
+    check_context(config, policy.config.max_positions)

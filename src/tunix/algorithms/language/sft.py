@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,9 +99,9 @@ def train(
     columns = columns_of(config)
     with RunFolder.open(config.run_folder, "sft", config, config.resume) as folder:
         rows = find_rows(config, data)
-        policy = policy or load_policy(config.model, config.dtype)
+        policy = replace(policy or load_policy(config.model, config.dtype), now=folder.begun)
         encoder = RowEncoder(
-            policy, config.max_tokens, config.too_long, columns, config.trained_turns, folder.begun
+            policy, config.max_tokens, config.too_long, columns, config.trained_turns
         )
         training, held_out, report = split(config, rows, encoder)
         whole = config.epochs * len(training)
