@@ -129,19 +129,38 @@ def test_unknown_dtype_lists_the_known(tiny_folder):
         load_policy(tiny_folder("gqa_tied"), dtype="int8")
 
 
+def shard(folder, count=3):
+    """Split a folder's weights over files, as large models are published."""
+    tensors = load_file(folder / "model.safetensors")
+    os.remove(folder / "model.safetensors")
+    files = {name: f"model-{i % count}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({n: t for n, t in tensors.items() if files[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return files
+
+
 def test_sharded_equals_single(tiny_folder):
     single = load_policy(tiny_folder("mha_untied"))
     folder = tiny_folder("mha_untied")
-    tensors = load_file(folder / "model.safetensors")
-    os.remove(folder / "model.safetensors")
-    files = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(tensors)}
-    for file in set(files.values()):
-        save_file({n: t for n, t in tensors.items() if files[n] == file}, folder / file)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": files}))
+    shard(folder)
     assert equal(load_policy(folder).params, single.params)
+
+
+def test_broken_shards_are_named(tiny_folder):
+    folder = tiny_folder("mha_untied")
+    files = shard(folder)
+    index = folder / "model.safetensors.index.json"
+    moved = next(name for name, file in files.items() if file == "model-0.safetensors")
+    index.write_text(json.dumps({"weight_map": files | {moved: "model-2.safetensors"}}))
+    with pytest.raises(ModelError, match=rf"model-2\.safetensors: tensor '{moved}' is missing"):
+        load_policy(folder)
+    index.write_text(json.dumps({"weight_map": files}))
     os.remove(folder / "model-1.safetensors")
-    with pytest.raises(ModelError, match=r"model-1\.safetensors does not exist"):
+    with pytest.raises(ModelError, match=r"model-1\.safetensors does not exist; .*index\.json"):
+        load_policy(folder)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json has no weight_map"):
         load_policy(folder)
 
 

@@ -17,6 +17,10 @@ from tunix.models import loading
 from tunix.models.llama import Llama3Scaling, LlamaConfig, Params
 from tunix.text.tokenizer import read_json, write_json
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""Where the weights are, in one file or in several."""
+
 _LAYER = "model.layers.{layer}."
 NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -185,8 +189,14 @@ def load_params(folder: Path, config: LlamaConfig, dtype: str) -> Params:
     """
     with ExitStack() as files:
         stored: dict[str, loading.Stored] = {}
-        for path in _weight_files(folder):
-            stored.update(_open_weights(path, files))
+        for path, named in _weight_files(folder).items():
+            found = dict(_open_weights(path, files))
+            absent = sorted(named - found.keys())
+            if absent:
+                raise ModelError(
+                    f"{path}: tensor {absent[0]!r} is missing, which {INDEX} says is there"
+                )
+            stored.update(found)
         duplicate = stored.pop("lm_head.weight", None) if config.tie_embeddings else None
         loading.check(config, stored, NAMES, TOLERATED, str(folder))
         if duplicate is not None:
@@ -194,18 +204,22 @@ def load_params(folder: Path, config: LlamaConfig, dtype: str) -> Params:
         return loading.fill(config, stored, NAMES, dtype)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+def _weight_files(folder: Path) -> dict[Path, set[str]]:
+    """The files of a folder, each with the tensors that an index says are in it."""
+    index = folder / INDEX
+    paths: dict[Path, set[str]] = {}
     if index.is_file():
         weights = read_json(index).get("weight_map")
-        if not isinstance(weights, dict):
-            raise ModelError(f"{index} has no weight_map")
-        paths = [folder / name for name in sorted(set(weights.values()))]
+        if not isinstance(weights, dict) or not weights:
+            raise ModelError(f"{index} has no weight_map, a table of tensors and their files")
+        for tensor, name in sorted(weights.items(), key=lambda item: str(item[1])):
+            paths.setdefault(folder / str(name), set()).add(tensor)
     else:
-        paths = [folder / "model.safetensors"]
+        paths[folder / WEIGHTS] = set()
     for path in paths:
         if not path.is_file():
-            raise ModelError(f"{path} does not exist")
+            source = f"; {INDEX} names it" if index.is_file() else ""
+            raise ModelError(f"{path} does not exist{source}")
     return paths
 
 
