@@ -240,6 +240,30 @@ def test_saved_folder_is_the_same_model(tiny_folder, tmp_path, name, dtype):
             np.testing.assert_array_equal(tensors[key], value)
 
 
+def test_saved_in_shards(tiny_folder, tmp_path):
+    """No file is larger than asked, unless one tensor is; nothing is lost or stored twice."""
+    policy = load_policy(tiny_folder("mha_untied"))
+    most = 10_000
+    save_policy(policy, tmp_path / "saved", max_shard_bytes=most)
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "saved").glob("model-*.safetensors"))
+    assert len(files) > 3
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    stored = {}
+    for file in files:
+        tensors = load_file(file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= most
+        assert all(index["weight_map"][name] == file.name for name in tensors)
+        assert not stored.keys() & tensors.keys()
+        stored |= tensors
+    assert stored.keys() == weights("mha_untied").keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored.values())
+    assert equal(load_policy(tmp_path / "saved").params, policy.params)
+    policy.params["final_norm"] = policy.params["final_norm"] + 1
+    save_policy(policy, tmp_path / "saved")  # one file now; the old index no longer counts
+    assert equal(load_policy(tmp_path / "saved").params, policy.params)
+
+
 def test_saving_again_replaces_the_file_at_once(tiny_folder, tmp_path):
     policy = load_policy(tiny_folder("gqa_tied"))
     save_policy(policy, tmp_path / "saved")

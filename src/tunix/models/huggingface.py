@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import safetensors
 
@@ -254,36 +256,73 @@ def _check_duplicate(head: loading.Stored, embedding: loading.Stored, folder: Pa
             )
 
 
-def save_params(path: Path, config: LlamaConfig, params: Params) -> None:
+def save_params(
+    folder: Path, config: LlamaConfig, params: Params, max_shard_bytes: int | None = None
+) -> None:
     """Write a tree in training form as one ``.safetensors`` file, tensor by tensor.
 
-    The file appears under its name only when it is complete.
+    With ``max_shard_bytes`` as several and an index, none larger than that unless a single tensor
+    is. A file, and last of all the index, appears under its name only when it is complete.
     """
-    leaves = sorted(loading.leaf_names(config))
-    dtype = SAVED_DTYPES[str(params["embedding"].dtype)]
+    parts = _shards(config, params["embedding"].dtype.itemsize, max_shard_bytes)
+    if len(parts) == 1:
+        _save_shard(folder / WEIGHTS, config, params, parts[0])
+        (folder / INDEX).unlink(missing_ok=True)  # of what stood here before: it would win
+        return
+    files: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        _save_shard(folder / file, config, params, part)
+        files |= {name: file for name, _, _ in part}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    partial = folder / (INDEX + ".partial")
+    write_json(partial, {"metadata": {"total_size": size}, "weight_map": files})
+    os.replace(partial, folder / INDEX)
+
+
+_Place = tuple[str, str, int]
+"""A tensor's name in the file, the leaf it is of, and its layer there."""
+
+
+def _shards(config: LlamaConfig, itemsize: int, most: int | None) -> list[list[_Place]]:
+    """The tensors in the order of the file, cut where the next one would exceed ``most`` bytes."""
+    parts: list[list[_Place]] = [[]]
+    room = most
+    for leaf in sorted(loading.leaf_names(config)):
+        size = math.prod(loading.stored_shape(config, leaf)) * itemsize
+        for layer, name in enumerate(loading.stored_names(config, NAMES, leaf)):
+            if most is not None and room is not None:
+                if size > room and parts[-1]:
+                    parts.append([])
+                    room = most
+                room -= size
+            parts[-1].append((name, leaf, layer))
+    return parts
+
+
+def _save_shard(path: Path, config: LlamaConfig, params: Params, part: list[_Place]) -> None:
+    dtype = params["embedding"].dtype
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for leaf in leaves:
+    for name, leaf, _ in part:
         shape = loading.stored_shape(config, leaf)
-        size = int(np.prod(shape)) * params["embedding"].dtype.itemsize
-        for name in loading.stored_names(config, NAMES, leaf):
-            header[name] = {
-                "dtype": dtype,
-                "shape": list(shape),
-                "data_offsets": [position, position + size],
-            }
-            position += size
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": SAVED_DTYPES[str(dtype)],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for leaf in leaves:
+        for _, leaf, layer in part:
             group, _, name = leaf.rpartition("/")
-            array = np.asarray(params[group][name] if group else params[name])
-            for tensor in array if group else [array]:
-                matrix = tensor.T if name in loading.MATRICES else tensor
-                file.write(np.ascontiguousarray(matrix).reshape(-1).view(np.uint8).data)
+            tensor = np.asarray(params[group][name][layer] if group else params[name])
+            matrix = tensor.T if name in loading.MATRICES else tensor
+            file.write(np.ascontiguousarray(matrix).reshape(-1).view(np.uint8).data)
     os.replace(partial, path)
 
 

@@ -51,7 +51,7 @@ class Policy:
 def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
     """Load a policy from a Hugging Face folder, a ``.gguf`` file, or ``package:NAME``.
 
-    A folder may also be a PEFT adapter, which names its base.
+    A folder may also be a PEFT adapter, which names its base; a run can go on from it.
     ``dtype`` (float32, bfloat16, float16) is that of the parameters. Memory peaks at little more
     than their size. Raises ``ModelError`` that names the file, tensor or field at fault.
     """
@@ -77,12 +77,15 @@ def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
     return Policy(config, params, tokenizer, stops, source=str(source), generation=generation)
 
 
-def save_policy(policy: Policy, folder: str | Path) -> None:
+def save_policy(
+    policy: Policy, folder: str | Path, max_shard_bytes: int | None = None
+) -> None:
     """Write a Hugging Face folder, which ``load_policy`` and ``transformers`` open.
 
     A policy with an adapter becomes a PEFT folder, which holds the adapter and names the base;
     ``merged`` makes it whole. Weights come last and appear whole, so a folder with
-    ``model.safetensors`` or ``adapter_model.safetensors`` is complete.
+    ``model.safetensors`` (or its index, where ``max_shard_bytes`` made several files of it) or
+    ``adapter_model.safetensors`` is complete.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +102,7 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
     content = huggingface.config_content(policy.config, str(policy.params["embedding"].dtype))
     generation = policy.generation | {key: value for key, value in ids.items() if value is not None}
     huggingface.save_config(folder, content | ids, generation)
-    huggingface.save_params(folder / "model.safetensors", policy.config, policy.params)
+    huggingface.save_params(folder, policy.config, policy.params, max_shard_bytes)
 
 
 def merged(policy: Policy) -> Policy:
