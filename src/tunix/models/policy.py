@@ -77,9 +77,7 @@ def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
     return Policy(config, params, tokenizer, stops, source=str(source), generation=generation)
 
 
-def save_policy(
-    policy: Policy, folder: str | Path, max_shard_bytes: int | None = None
-) -> None:
+def save_policy(policy: Policy, folder: str | Path, max_shard_bytes: int | None = None) -> None:
     """Write a Hugging Face folder, which ``load_policy`` and ``transformers`` open.
 
     A policy with an adapter becomes a PEFT folder, which holds the adapter and names the base;
@@ -103,6 +101,12 @@ def save_policy(
     generation = policy.generation | {key: value for key, value in ids.items() if value is not None}
     huggingface.save_config(folder, content | ids, generation)
     huggingface.save_params(folder, policy.config, policy.params, max_shard_bytes)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_policy`` or someone else has put a whole model or adapter there."""
+    names = (huggingface.WEIGHTS, huggingface.INDEX, peft.WEIGHTS)
+    return any((folder / name).is_file() for name in names)
 
 
 def merged(policy: Policy) -> Policy:
