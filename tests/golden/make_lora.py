@@ -82,7 +82,9 @@ def check(folder: Path) -> None:
         with torch.no_grad():
             logits = model.double().eval()(ids).logits.numpy()
         difference = np.abs(logits - values["logits"]).max()
-        print(f"{name}: largest difference of logits {difference:.3g} of {np.abs(logits).max():.3g}")
+        print(
+            f"{name}: largest difference of logits {difference:.3g} of {np.abs(logits).max():.3g}"
+        )
         assert difference <= 5e-4, difference
     print("ok: peft and transformers open both folders and compute the same")
 

@@ -58,7 +58,7 @@ def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
     path = locate(source)
     if path.is_dir() and peft.is_adapter(path):
         base = load_policy(_base_of(path), dtype)
-        return replace(base, adapter=peft.load_adapter(path, base.config))
+        return replace(base, adapter=peft.load_adapter(path, base.config, base.params))
     if path.is_dir():
         config, content = huggingface.load_config(path)
         generation = read_json(path / "generation_config.json")
@@ -119,10 +119,20 @@ def merged(policy: Policy) -> Policy:
 
 
 def _base_of(folder: Path) -> str | Path:
-    """Where an adapter's base is; a relative path also counts from the adapter's folder."""
+    """Where an adapter's base is; a relative path also counts from the adapter's folder.
+
+    Raises ``ModelError``: it is not there, or is itself an adapter.
+    """
     base = peft.read_settings(folder)["base_model_name_or_path"]
     if not base.startswith(PACKAGE) and not Path(base).exists() and (folder / base).exists():
-        return folder / base
+        base = folder / base
+    where = f"{folder / peft.CONFIG}: base_model_name_or_path"
+    try:
+        path = locate(base)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from None
+    if peft.is_adapter(path):
+        raise ModelError(f"{where}: {base} is itself an adapter; merge it first by tunix convert")
     return base
 
 
