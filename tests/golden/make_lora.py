@@ -1,6 +1,6 @@
 """Adapters of the tiny models, made by real ``peft``, with logits in float64; and the way back.
 
-Needs torch, transformers, peft and gguf, and imports nothing of tunix::
+Needs torch, transformers, peft and what make_golden.py needs, and imports nothing of tunix::
 
     python tests/golden/make_lora.py                # writes lora/NAME/ beside itself
     python tests/golden/make_lora.py check FOLDER   # peft and transformers open what tunix wrote
