@@ -47,7 +47,7 @@ class TrainingConfig(RunConfig):
     """The model and the optimizer, the same for every algorithm."""
 
     model: str
-    """Hugging Face folder, .gguf file, or package:NAME of an installed package that ships one."""
+    """Hugging Face folder, PEFT adapter folder, .gguf file, or package:NAME that ships one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of computation; what is trained is kept in float32 beside it."""
     learning_rate: PositiveFloat = 1e-5

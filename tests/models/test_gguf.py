@@ -1,11 +1,13 @@
 """GGUF files written by the ``gguf`` library itself, of the tiny golden models."""
 
 import gguf as library
+import ml_dtypes
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from tests.golden.weights import MODELS, weights
+from tests.models.ggml_blocks import BLOCKS, random_rows
 from tunix.errors import ModelError
 from tunix.models import gguf
 from tunix.models.gguf_tokenizer import tokenizer_from_metadata
@@ -49,8 +51,10 @@ def gguf_tensors(name):
     return tensors
 
 
-def write(path, name="mha_untied", change=None, kind=Kind.F32, tensors=None, arch="llama"):
-    """Write a tiny model; ``change(writer)`` adds metadata."""
+def write(
+    path, name="mha_untied", change=None, kind=Kind.F32, tensors=None, arch="llama", raw=None
+):
+    """Write a tiny model; ``change(writer)`` adds metadata, bytes are blocks of type ``raw``."""
     config = MODELS[name]
     writer = library.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
@@ -68,6 +72,9 @@ def write(path, name="mha_untied", change=None, kind=Kind.F32, tensors=None, arc
     if change:
         change(writer)
     for key, value in (tensors or gguf_tensors(name)).items():
+        if value.dtype == np.uint8:
+            writer.add_tensor(key, value, raw_dtype=raw)
+            continue
         stored = kind if value.ndim == 2 and value.shape[1] % 32 == 0 else Kind.F32
         if stored in (Kind.F32, Kind.F16):
             writer.add_tensor(key, value.astype(np.float16 if stored == Kind.F16 else np.float32))
@@ -122,21 +129,66 @@ def test_quantised_weights_are_near_the_originals(tmp_path, kind, error):
     assert 0 < difference <= error * np.abs(up).max()
 
 
-@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q2_K, Kind.Q3_K])
-def test_k_quants_in_parts_equal_the_whole(tmp_path, kind):
-    """Rows read a few at a time are the rows of the library's full result."""
-    block, size = library.GGML_QUANT_SIZES[kind]
-    raw = np.random.default_rng(0).integers(0, 60, (6, size), np.uint8)
-    writer = library.GGUFWriter(tmp_path / "k.gguf", "llama")
-    writer.add_tensor("t", raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    tensor = gguf.open_gguf(tmp_path / "k.gguf").tensors["t"]
-    assert tensor.shape == (6, block)
-    parts = np.concatenate([tensor.read(0, 4), tensor.read(4, 6)])
-    np.testing.assert_array_equal(parts, library.quants.dequantize(raw, kind))
+WIDE = {
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+}
+"""Sizes whose matrices (all but ``attn_output``) have rows of whole 256-number blocks."""
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_every_block_type_means_what_ggml_says(tmp_path, monkeypatch, kind):
+    """A whole model of random blocks, against the meaning written out in ``ggml_blocks.py``."""
+    monkeypatch.setitem(MODELS, "wide", WIDE)
+    shapes = {
+        "token_embd": (24, 256),
+        "output": (24, 256),
+        "blk.0.attn_q": (16, 256),
+        "blk.0.attn_k": (8, 256),
+        "blk.0.attn_v": (8, 256),
+        "blk.0.ffn_gate": (512, 256),
+        "blk.0.ffn_up": (512, 256),
+        "blk.0.ffn_down": (256, 512),
+    }
+    plain = {name: np.ones(256, np.float32) for name in ("output_norm", "blk.0.attn_norm")}
+    plain["blk.0.ffn_norm"] = plain["output_norm"]
+    plain["blk.0.attn_output"] = np.ones((256, 16), np.float32)
+    raw, values = {}, {}
+    for seed, (name, shape) in enumerate(shapes.items()):
+        raw[name], values[name] = random_rows(kind, shape, seed)
+    tensors = {f"{name}.weight": value for name, value in (plain | raw).items()}
+    params = load_policy(write(tmp_path / "m.gguf", "wide", tensors=tensors, raw=Kind[kind])).params
+
+    def halves(matrix, heads):  # rows 2 i + j of a head are rows j * half + i of ours
+        return matrix.reshape(heads, -1, 2, 256).swapaxes(1, 2).reshape(matrix.shape)
+
+    values["blk.0.attn_q"] = halves(values["blk.0.attn_q"], 2)
+    values["blk.0.attn_k"] = halves(values["blk.0.attn_k"], 1)
+    found = {"token_embd": params["embedding"], "output": params["head"]}
+    for leaf in ("query", "key", "value", "gate", "up", "down"):
+        name = gguf.NAMES[f"layers/{leaf}"].format(layer=0).removesuffix(".weight")
+        found[name] = params["layers"][leaf][0].T
+    assert found.keys() == values.keys()
+    for name, value in values.items():
+        assert len(np.unique(value)) > 100
+        np.testing.assert_allclose(
+            found[name], value, rtol=1e-6, atol=1e-6 * np.abs(value).max(), err_msg=name
+        )
+
+
+def test_plain_floats_are_read_bit_for_bit(tmp_path):
+    up = weights("mha_untied")["model.layers.1.mlp.up_proj.weight"]
+    for kind, stored in ((Kind.F16, np.float16), (Kind.BF16, ml_dtypes.bfloat16)):
+        params = load_policy(write(tmp_path / "m.gguf", kind=kind)).params
+        np.testing.assert_array_equal(
+            params["layers"]["up"][1], up.astype(stored).astype(np.float32).T
+        )
 
 
 def llama3_factors(factor=8.0, low=1.0, high=4.0, original=8192, head_dim=8, base=5e5):
@@ -174,7 +226,7 @@ def test_llama3_scaling_is_recovered(tmp_path):
         ({"arch": "gemma3"}, r"general\.architecture = 'gemma3'.*'llama'"),
         (
             {"kind": Kind.TQ1_0, "tensors": {"t": np.zeros((4, 256), np.float32)}},
-            "quantised as TQ1",
+            r"m\.gguf: tensor 't' is quantised as TQ1_0.*F32, F16, BF16, Q8_0.*Q6_K",
         ),
         ({"change": lambda w: w.add_string("llama.rope.scaling.type", "yarn")}, "'yarn'"),
         ({"change": lambda w: w.add_rope_dimension_count(4)}, "rope.dimension_count = 4"),
@@ -183,6 +235,18 @@ def test_llama3_scaling_is_recovered(tmp_path):
 def test_what_is_not_supported_is_named(tmp_path, options, match):
     with pytest.raises(ModelError, match=match):
         load_policy(write(tmp_path / "m.gguf", **options))
+
+
+def test_rows_of_part_of_a_block_are_refused(tmp_path):
+    """A file that says a row of Q4_K has 48 numbers; its bytes mean nothing then."""
+    path = write(tmp_path / "m.gguf")
+    name = b"blk.1.ffn_down.weight"
+    content = bytearray(path.read_bytes())
+    kind = content.index(name) + len(name) + 4 + 2 * 8
+    content[kind : kind + 4] = int(Kind.Q4_K).to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"ffn_down.*Q4_K has shape \(32, 48\).*multiple of 256"):
+        load_policy(path)
 
 
 @pytest.mark.parametrize("broken", ["missing", "shape", "extra"])
@@ -201,11 +265,19 @@ def test_misfits_are_named(tmp_path, broken):
         load_policy(write(tmp_path / "m.gguf", tensors=tensors))
 
 
-@pytest.mark.parametrize("keep", [3, 40, 400, -100])
-def test_truncated_or_foreign_files_are_named(tmp_path, keep):
+@pytest.mark.parametrize(
+    ("keep", "match"),
+    [
+        (0, r"m\.gguf cannot be read as GGUF"),
+        (3, r"m\.gguf cannot be read as GGUF: the file ends within its header"),
+        (400, r"m\.gguf cannot be read as GGUF: the file ends within its header"),
+        (-100, r"m\.gguf is truncated: tensor '.*' ends at byte \d+, but the file has \d+"),
+    ],
+)
+def test_truncated_or_foreign_files_are_named(tmp_path, keep, match):
     path = write(tmp_path / "m.gguf")
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ModelError, match=r"m\.gguf"):
+    with pytest.raises(ModelError, match=match):
         load_policy(path)
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(ModelError, match="does not begin with 'GGUF'"):

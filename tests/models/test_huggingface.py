@@ -129,19 +129,38 @@ def test_unknown_dtype_lists_the_known(tiny_folder):
         load_policy(tiny_folder("gqa_tied"), dtype="int8")
 
 
+def shard(folder, count=3):
+    """Split a folder's weights over files, as large models are published."""
+    tensors = load_file(folder / "model.safetensors")
+    os.remove(folder / "model.safetensors")
+    files = {name: f"model-{i % count}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({n: t for n, t in tensors.items() if files[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return files
+
+
 def test_sharded_equals_single(tiny_folder):
     single = load_policy(tiny_folder("mha_untied"))
     folder = tiny_folder("mha_untied")
-    tensors = load_file(folder / "model.safetensors")
-    os.remove(folder / "model.safetensors")
-    files = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(tensors)}
-    for file in set(files.values()):
-        save_file({n: t for n, t in tensors.items() if files[n] == file}, folder / file)
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": files}))
+    shard(folder)
     assert equal(load_policy(folder).params, single.params)
+
+
+def test_broken_shards_are_named(tiny_folder):
+    folder = tiny_folder("mha_untied")
+    files = shard(folder)
+    index = folder / "model.safetensors.index.json"
+    moved = next(name for name, file in files.items() if file == "model-0.safetensors")
+    index.write_text(json.dumps({"weight_map": files | {moved: "model-2.safetensors"}}))
+    with pytest.raises(ModelError, match=rf"model-2\.safetensors: tensor '{moved}' is missing"):
+        load_policy(folder)
+    index.write_text(json.dumps({"weight_map": files}))
     os.remove(folder / "model-1.safetensors")
-    with pytest.raises(ModelError, match=r"model-1\.safetensors does not exist"):
+    with pytest.raises(ModelError, match=r"model-1\.safetensors does not exist; .*index\.json"):
+        load_policy(folder)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json has no weight_map"):
         load_policy(folder)
 
 
@@ -219,6 +238,30 @@ def test_saved_folder_is_the_same_model(tiny_folder, tmp_path, name, dtype):
     if dtype == "float32":
         for key, value in weights(name).items():
             np.testing.assert_array_equal(tensors[key], value)
+
+
+def test_saved_in_shards(tiny_folder, tmp_path):
+    """No file is larger than asked, unless one tensor is; nothing is lost or stored twice."""
+    policy = load_policy(tiny_folder("mha_untied"))
+    most = 10_000
+    save_policy(policy, tmp_path / "saved", max_shard_bytes=most)
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "saved").glob("model-*.safetensors"))
+    assert len(files) > 3
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    stored = {}
+    for file in files:
+        tensors = load_file(file)
+        assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= most
+        assert all(index["weight_map"][name] == file.name for name in tensors)
+        assert not stored.keys() & tensors.keys()
+        stored |= tensors
+    assert stored.keys() == weights("mha_untied").keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored.values())
+    assert equal(load_policy(tmp_path / "saved").params, policy.params)
+    policy.params["final_norm"] = policy.params["final_norm"] + 1
+    save_policy(policy, tmp_path / "saved")  # one file now; the old index no longer counts
+    assert equal(load_policy(tmp_path / "saved").params, policy.params)
 
 
 def test_saving_again_replaces_the_file_at_once(tiny_folder, tmp_path):

@@ -1,6 +1,5 @@
 """LoRA: off is the base bit for bit, on is one policy for trainer, engine, export and PEFT."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.policies import tiny_policy
-from tunix.errors import ConfigError, ModelError
+from tunix.errors import ConfigError
 from tunix.inference.engine import Engine
 from tunix.inference.request import Request, SamplingParams
 from tunix.models import llama, lora
@@ -175,29 +174,6 @@ def test_peft_folder_is_read_back(tmp_path, targets):
     assert (again.adapter.rank, again.adapter.alpha, again.adapter.scale) == (4, 8.0, 4.0)
     jax.tree.map(np.testing.assert_array_equal, again.adapter.weights, one.weights)
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
-
-
-def test_adapters_that_do_not_fit_are_refused(tmp_path):
-    policy = tiny_policy()
-    save_policy(policy, tmp_path / "base")
-    base = load_policy(tmp_path / "base")
-    folder = tmp_path / "adapter"
-    save_policy(replace(base, adapter=adapter(base.config, ["q_proj"])), folder)
-    settings = json.loads((folder / "adapter_config.json").read_text())
-
-    def refused(match, **changed):
-        (folder / "adapter_config.json").write_text(json.dumps(settings | changed))
-        with pytest.raises(ModelError, match=match):
-            load_policy(folder)
-
-    refused("of another base or of another rank than r = 8", r=8)
-    refused("use_dora = True is not supported", use_dora=True)
-    refused("peft_type = 'IA3' is not supported", peft_type="IA3")
-    refused("base_model_name_or_path is missing", base_model_name_or_path=None)
-    wide = replace(base.config, hidden_size=64)
-    params = llama.initialize(jax.random.key(0), wide)
-    save_policy(replace(base, config=wide, params=params), tmp_path / "wide")
-    refused("of another base", base_model_name_or_path=str(tmp_path / "wide"))
 
 
 def test_a_pattern_that_matches_nothing_names_the_modules():

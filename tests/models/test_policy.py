@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -179,6 +180,40 @@ linux_only = pytest.mark.skipif(
 @linux_only
 def test_memory_of_loading_gguf(smollm2):
     assert memory_ratio(smollm2.source, "float32") <= 1.3
+
+
+@pytest.fixture(scope="module")
+def q4_k_file(tmp_path_factory):
+    """A Q4_K model of 67 million parameters: 268 MB in float32, 134 MB in bfloat16."""
+    path = tmp_path_factory.mktemp("q4_k") / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(4)
+    writer.add_context_length(64)
+    writer.add_embedding_length(1024)
+    writer.add_feed_forward_length(2816)
+    writer.add_head_count(16)
+    writer.add_layer_norm_rms_eps(1e-5)
+    block = {name: (1024, 1024) for name in ("attn_q", "attn_k", "attn_v", "attn_output")}
+    block |= {"ffn_gate": (2816, 1024), "ffn_up": (2816, 1024), "ffn_down": (1024, 2816)}
+    shapes = {f"blk.{i}.{name}": shape for i in range(4) for name, shape in block.items()}
+    shapes["token_embd"] = (16384, 1024)
+    for name, (rows, columns) in shapes.items():
+        raw = np.zeros((rows, columns // 256 * 144), np.uint8)
+        writer.add_tensor(f"{name}.weight", raw, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    norms = [f"blk.{i}.{name}_norm" for i in range(4) for name in ("attn", "ffn")]
+    for name in (*norms, "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(1024, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@linux_only
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_loading_q4_k(q4_k_file, dtype):
+    assert memory_ratio(q4_k_file, dtype) <= 1.3
 
 
 @linux_only

@@ -28,7 +28,7 @@ class ChatConfig(SamplingConfig):
     """Talk to a model."""
 
     model: str
-    """Hugging Face folder, .gguf file, or package:NAME of an installed package that ships one."""
+    """Hugging Face folder, PEFT adapter folder, .gguf file, or package:NAME that ships one."""
     system: str | None = None
     """System message at the beginning."""
     max_prompt_tokens: PositiveInt = 2048

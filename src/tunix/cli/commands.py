@@ -41,6 +41,9 @@ COMMANDS: Mapping[str, Command] = {
     "eval": Command(
         "tunix.cli.evaluate:EvaluateConfig", "tunix.cli.evaluate:run", "measure a model on tasks"
     ),
+    "convert": Command(
+        "tunix.cli.convert:ConvertConfig", "tunix.cli.convert:run", "write a model in another form"
+    ),
 }
 
 

@@ -34,7 +34,7 @@ class EvaluateConfig(BatchSamplingConfig, JudgeConfig):
     """Measure a model on tasks."""
 
     model: str
-    """Hugging Face folder, .gguf file, or package:NAME of an installed package that ships one."""
+    """Hugging Face folder, PEFT adapter folder, .gguf file, or package:NAME that ships one."""
     tasks: list[str] | str
     """Files of tasks (.jsonl, .parquet), globs, or a built-in task, whose held-out ones count."""
     max_tasks: PositiveInt = 256

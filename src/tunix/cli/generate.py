@@ -36,7 +36,7 @@ class GenerateConfig(BatchSamplingConfig):
     """Let a model answer prompts."""
 
     model: str
-    """Hugging Face folder, .gguf file, or package:NAME of an installed package that ships one."""
+    """Hugging Face folder, PEFT adapter folder, .gguf file, or package:NAME that ships one."""
     prompt: str | None = None
     """The prompt, as one user message; its answers are printed as plain text."""
     input: str | None = None

@@ -168,10 +168,18 @@ def _list_tensors(
                 f"is not supported; supported: {', '.join(SUPPORTED)}"
             )
         block, block_bytes = GGML_QUANT_SIZES[kind]
+        if not shape or shape[-1] % block:
+            raise ModelError(
+                f"{path}: tensor {name!r} of type {kind.name} has shape {shape}, expected rows of "
+                f"a multiple of {block} numbers"
+            )
         size = int(np.prod(shape)) // block * block_bytes
         start = base + offset
         if start + size > len(header.data):
-            raise ModelError(f"{path} is truncated: tensor {name!r} ends behind the file's end")
+            raise ModelError(
+                f"{path} is truncated: tensor {name!r} ends at byte {start + size}, but the file "
+                f"has {len(header.data)}"
+            )
         blocks = header.data[start : start + size].reshape(shape[0], -1)
         tensors[name] = loading.Stored(shape, _reader(blocks, kind, shape))
     return tensors

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import safetensors
 
@@ -16,6 +18,10 @@ from tunix.errors import ModelError
 from tunix.models import loading
 from tunix.models.llama import Llama3Scaling, LlamaConfig, Params
 from tunix.text.tokenizer import read_json, write_json
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""Where the weights are, in one file or in several."""
 
 _LAYER = "model.layers.{layer}."
 NAMES = {
@@ -185,8 +191,14 @@ def load_params(folder: Path, config: LlamaConfig, dtype: str) -> Params:
     """
     with ExitStack() as files:
         stored: dict[str, loading.Stored] = {}
-        for path in _weight_files(folder):
-            stored.update(_open_weights(path, files))
+        for path, named in _weight_files(folder).items():
+            found = dict(_open_weights(path, files))
+            absent = sorted(named - found.keys())
+            if absent:
+                raise ModelError(
+                    f"{path}: tensor {absent[0]!r} is missing, which {INDEX} says is there"
+                )
+            stored.update(found)
         duplicate = stored.pop("lm_head.weight", None) if config.tie_embeddings else None
         loading.check(config, stored, NAMES, TOLERATED, str(folder))
         if duplicate is not None:
@@ -194,18 +206,22 @@ def load_params(folder: Path, config: LlamaConfig, dtype: str) -> Params:
         return loading.fill(config, stored, NAMES, dtype)
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+def _weight_files(folder: Path) -> dict[Path, set[str]]:
+    """The files of a folder, each with the tensors that an index says are in it."""
+    index = folder / INDEX
+    paths: dict[Path, set[str]] = {}
     if index.is_file():
         weights = read_json(index).get("weight_map")
-        if not isinstance(weights, dict):
-            raise ModelError(f"{index} has no weight_map")
-        paths = [folder / name for name in sorted(set(weights.values()))]
+        if not isinstance(weights, dict) or not weights:
+            raise ModelError(f"{index} has no weight_map, a table of tensors and their files")
+        for tensor, name in sorted(weights.items(), key=lambda item: str(item[1])):
+            paths.setdefault(folder / str(name), set()).add(tensor)
     else:
-        paths = [folder / "model.safetensors"]
+        paths[folder / WEIGHTS] = set()
     for path in paths:
         if not path.is_file():
-            raise ModelError(f"{path} does not exist")
+            source = f"; {INDEX} names it" if index.is_file() else ""
+            raise ModelError(f"{path} does not exist{source}")
     return paths
 
 
@@ -240,36 +256,73 @@ def _check_duplicate(head: loading.Stored, embedding: loading.Stored, folder: Pa
             )
 
 
-def save_params(path: Path, config: LlamaConfig, params: Params) -> None:
+def save_params(
+    folder: Path, config: LlamaConfig, params: Params, max_shard_bytes: int | None = None
+) -> None:
     """Write a tree in training form as one ``.safetensors`` file, tensor by tensor.
 
-    The file appears under its name only when it is complete.
+    With ``max_shard_bytes`` as several and an index, none larger than that unless a single tensor
+    is. A file, and last of all the index, appears under its name only when it is complete.
     """
-    leaves = sorted(loading.leaf_names(config))
-    dtype = SAVED_DTYPES[str(params["embedding"].dtype)]
+    parts = _shards(config, params["embedding"].dtype.itemsize, max_shard_bytes)
+    if len(parts) == 1:
+        _save_shard(folder / WEIGHTS, config, params, parts[0])
+        (folder / INDEX).unlink(missing_ok=True)  # of what stood here before: it would win
+        return
+    files: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        _save_shard(folder / file, config, params, part)
+        files |= {name: file for name, _, _ in part}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    partial = folder / (INDEX + ".partial")
+    write_json(partial, {"metadata": {"total_size": size}, "weight_map": files})
+    os.replace(partial, folder / INDEX)
+
+
+_Place = tuple[str, str, int]
+"""A tensor's name in the file, the leaf it is of, and its layer there."""
+
+
+def _shards(config: LlamaConfig, itemsize: int, most: int | None) -> list[list[_Place]]:
+    """The tensors in the order of the file, cut where the next one would exceed ``most`` bytes."""
+    parts: list[list[_Place]] = [[]]
+    room = most
+    for leaf in sorted(loading.leaf_names(config)):
+        size = math.prod(loading.stored_shape(config, leaf)) * itemsize
+        for layer, name in enumerate(loading.stored_names(config, NAMES, leaf)):
+            if most is not None and room is not None:
+                if size > room and parts[-1]:
+                    parts.append([])
+                    room = most
+                room -= size
+            parts[-1].append((name, leaf, layer))
+    return parts
+
+
+def _save_shard(path: Path, config: LlamaConfig, params: Params, part: list[_Place]) -> None:
+    dtype = params["embedding"].dtype
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for leaf in leaves:
+    for name, leaf, _ in part:
         shape = loading.stored_shape(config, leaf)
-        size = int(np.prod(shape)) * params["embedding"].dtype.itemsize
-        for name in loading.stored_names(config, NAMES, leaf):
-            header[name] = {
-                "dtype": dtype,
-                "shape": list(shape),
-                "data_offsets": [position, position + size],
-            }
-            position += size
+        end = position + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": SAVED_DTYPES[str(dtype)],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
+        position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for leaf in leaves:
+        for _, leaf, layer in part:
             group, _, name = leaf.rpartition("/")
-            array = np.asarray(params[group][name] if group else params[name])
-            for tensor in array if group else [array]:
-                matrix = tensor.T if name in loading.MATRICES else tensor
-                file.write(np.ascontiguousarray(matrix).reshape(-1).view(np.uint8).data)
+            tensor = np.asarray(params[group][name][layer] if group else params[name])
+            matrix = tensor.T if name in loading.MATRICES else tensor
+            file.write(np.ascontiguousarray(matrix).reshape(-1).view(np.uint8).data)
     os.replace(partial, path)
 
 

@@ -21,18 +21,22 @@ from tunix.text.tokenizer import read_json, write_json
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-UNSUPPORTED = {
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "fan_in_fan_out": (False, None),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
+WITHOUT_EFFECT = {
+    *("peft_type", "task_type", "peft_version", "auto_mapping", "revision", "inference_mode"),
+    *("base_model_name_or_path", "r", "lora_alpha", "use_rslora", "lora_dropout"),
+    *("target_modules", "exclude_modules", "layers_pattern", "megatron_core", "qalora_group_size"),
+    *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Settings of PEFT that change what an adapter means, with the values that do not."""
+"""Settings of PEFT that are read here, or that say nothing about a finished adapter."""
+
+NEUTRAL = (None, False, "none", {}, [])
+"""Values by which any other setting is off."""
+
+DEFAULTS = {"lora_alpha": 8, "lora_dropout": 0.0}
+"""What PEFT takes where nothing is said."""
+
+STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Ways to initialize an adapter that leave the base as it is; others (PiSSA, OLoRA) change it."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -52,27 +56,39 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"{path}: peft_type = {content.get('peft_type')!r} is not supported; supported: 'LORA'"
         )
-    for field, neutral in UNSUPPORTED.items():
-        if content.get(field) not in neutral:
-            raise ModelError(
-                f"{path}: {field} = {content[field]!r} is not supported; supported: {neutral[0]!r}"
-            )
+    for field, value in content.items():
+        if field not in WITHOUT_EFFECT and value not in NEUTRAL:
+            raise ModelError(f"{path}: {field} = {value!r} is not supported; expected it unset")
+    if content.get("init_lora_weights") not in STARTS:
+        raise ModelError(
+            f"{path}: init_lora_weights = {content['init_lora_weights']!r} is not supported, since "
+            f"it changes the base; supported: {', '.join(map(repr, STARTS[1:]))}"
+        )
     rank = content.get("r")
-    if not isinstance(rank, int) or rank < 1:
+    if type(rank) is not int or rank < 1:
         raise ModelError(f"{path}: r = {rank!r}, expected a positive whole number")
-    if not content.get("base_model_name_or_path"):
-        raise ModelError(f"{path}: base_model_name_or_path is missing; it names the base model")
+    for field in ("lora_alpha", "lora_dropout"):
+        if type(content.setdefault(field, DEFAULTS[field])) not in (int, float):
+            raise ModelError(f"{path}: {field} = {content[field]!r}, expected a number")
+    base = content.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{path}: base_model_name_or_path = {base!r}, expected the folder, .gguf file or "
+            "package:NAME of the base model"
+        )
     return content
 
 
-def load_adapter(folder: Path, config: llama.LlamaConfig) -> lora.Adapter:
-    """Read an adapter for a base of these sizes; weights become float32.
+def load_adapter(folder: Path, config: llama.LlamaConfig, params: llama.Params) -> lora.Adapter:
+    """Read an adapter for a base; weights become float32.
 
     Raises:
         ModelError: the files cannot be read, or a tensor is missing, unknown or of a shape that
-            does not fit the base or the rank.
+            does not fit the base or the rank, or the base was another.
     """
     settings, path = read_settings(folder), folder / WEIGHTS
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist; adapters are read from that file only")
     try:
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -85,6 +101,7 @@ def load_adapter(folder: Path, config: llama.LlamaConfig) -> lora.Adapter:
         known = ", ".join(modules)
         raise ModelError(f"{path}: no tensor belongs to a module of the model ({known})")
     expected = lora.adapter_shapes(shapes, leaves, settings["r"])
+    _check_base(path, stored, params)
 
     def read(leaf: str, matrix: str, shape: tuple[int, ...], layer: int | None) -> np.ndarray:
         name, wanted = tensor_name(leaf, matrix, layer), shape[-2:][::-1]
@@ -116,10 +133,22 @@ def load_adapter(folder: Path, config: llama.LlamaConfig) -> lora.Adapter:
     return lora.Adapter(
         weights,
         rank=settings["r"],
-        alpha=float(settings.get("lora_alpha", 8)),
+        alpha=float(settings["lora_alpha"]),
         rank_stabilized=bool(settings.get("use_rslora", False)),
-        dropout=float(settings.get("lora_dropout", 0.0)),
+        dropout=float(settings["lora_dropout"]),
     )
+
+
+def _check_base(path: Path, stored: dict[str, np.ndarray], params: llama.Params) -> None:
+    """PEFT writes the base's embedding and head beside their adapters; they must be ours."""
+    for leaf, ours in (("embedding", params["embedding"]), ("head", llama.head(params))):
+        name = f"base_model.model.{NAMES[leaf].removesuffix('.weight')}.base_layer.weight"
+        theirs = stored.pop(name, None)
+        if theirs is not None and not np.array_equal(theirs.astype(ours.dtype), np.asarray(ours)):
+            raise ModelError(
+                f"{path}: tensor {name!r} of shape {theirs.shape} is not that of the base, of "
+                f"shape {ours.shape}: the adapter is of another base"
+            )
 
 
 def tensor_name(leaf: str, matrix: str, layer: int | None) -> str:

@@ -55,14 +55,14 @@ class Policy:
 def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
     """Load a policy from a Hugging Face folder, a ``.gguf`` file, or ``package:NAME``.
 
-    A folder may also be a PEFT adapter, which names its base.
+    A folder may also be a PEFT adapter, which names its base; a run can go on from it.
     ``dtype`` (float32, bfloat16, float16) is that of the parameters. Memory peaks at little more
     than their size. Raises ``ModelError`` that names the file, tensor or field at fault.
     """
     path = locate(source)
     if path.is_dir() and peft.is_adapter(path):
         base = load_policy(_base_of(path), dtype)
-        return replace(base, adapter=peft.load_adapter(path, base.config))
+        return replace(base, adapter=peft.load_adapter(path, base.config, base.params))
     if path.is_dir():
         config, content = huggingface.load_config(path)
         generation = read_json(path / "generation_config.json")
@@ -81,12 +81,13 @@ def load_policy(source: str | Path, dtype: str = "float32") -> Policy:
     return Policy(config, params, tokenizer, stops, source=str(source), generation=generation)
 
 
-def save_policy(policy: Policy, folder: str | Path) -> None:
+def save_policy(policy: Policy, folder: str | Path, max_shard_bytes: int | None = None) -> None:
     """Write a Hugging Face folder, which ``load_policy`` and ``transformers`` open.
 
     A policy with an adapter becomes a PEFT folder, which holds the adapter and names the base;
     ``merged`` makes it whole. Weights come last and appear whole, so a folder with
-    ``model.safetensors`` or ``adapter_model.safetensors`` is complete.
+    ``model.safetensors`` (or its index, where ``max_shard_bytes`` made several files of it) or
+    ``adapter_model.safetensors`` is complete.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,13 @@ def save_policy(policy: Policy, folder: str | Path) -> None:
     content = huggingface.config_content(policy.config, str(policy.params["embedding"].dtype))
     generation = policy.generation | {key: value for key, value in ids.items() if value is not None}
     huggingface.save_config(folder, content | ids, generation)
-    huggingface.save_params(folder / "model.safetensors", policy.config, policy.params)
+    huggingface.save_params(folder, policy.config, policy.params, max_shard_bytes)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_policy`` or someone else has put a whole model or adapter there."""
+    names = (huggingface.WEIGHTS, huggingface.INDEX, peft.WEIGHTS)
+    return any((folder / name).is_file() for name in names)
 
 
 def merged(policy: Policy) -> Policy:
@@ -116,10 +123,20 @@ def merged(policy: Policy) -> Policy:
 
 
 def _base_of(folder: Path) -> str | Path:
-    """Where an adapter's base is; a relative path also counts from the adapter's folder."""
+    """Where an adapter's base is; a relative path also counts from the adapter's folder.
+
+    Raises ``ModelError``: it is not there, or is itself an adapter.
+    """
     base = peft.read_settings(folder)["base_model_name_or_path"]
     if not base.startswith(PACKAGE) and not Path(base).exists() and (folder / base).exists():
-        return folder / base
+        base = folder / base
+    where = f"{folder / peft.CONFIG}: base_model_name_or_path"
+    try:
+        path = locate(base)
+    except ModelError as error:
+        raise ModelError(f"{where}: {error}") from None
+    if peft.is_adapter(path):
+        raise ModelError(f"{where}: {base} is itself an adapter; merge it first by tunix convert")
     return base
 
 

@@ -194,7 +194,8 @@ class Tokenizer:
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         if self._post_processor is not None:
             backend.post_processor = self._post_processor
-        backend.save(str(folder / "tokenizer.json"))
+        # not backend.save, whose errors have no type
+        (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
         config = self.config | self.special_tokens | {"add_bos_token": self._adds_bos}
         config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         config.setdefault("clean_up_tokenization_spaces", False)

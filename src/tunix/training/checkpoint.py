@@ -48,8 +48,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending; one that is being written is not there."""
-        names = [e.name for e in self.folder.iterdir() if _COMPLETE.fullmatch(e.name)]
-        return sorted(map(int, names))
+        return complete_steps(self.folder)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, None where there is none."""
@@ -169,14 +168,7 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def _read_record(self, step: int) -> dict[str, Any]:
-        path = self.folder / str(step)
-        try:
-            found = self._checkpointer.restore(
-                path, ocp.args.Composite(record=ocp.args.JsonRestore())
-            )
-            return found["record"]
-        except Exception as error:
-            raise RunError(f"{path} cannot be read as a checkpoint: {error}") from error
+        return _read_record(self._checkpointer, self.folder / str(step))
 
     def _check_leaves(self, step: int, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
         faults = []
@@ -215,6 +207,50 @@ class Checkpoints:
             f"the checkpoint of step {step} could not be saved in {self.folder}: "
             f"{type(error).__name__}: {str(error) or 'no further word'}"
         )
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a folder, ascending; ``[]`` where there is none."""
+    names = [e.name for e in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if _COMPLETE.fullmatch(name))
+
+
+def read_part(path: Path, name: str) -> dict[str, Any]:
+    """Return the dictionary ``name`` of a checkpoint's state, with numpy arrays at its leaves.
+
+    The folder is left as it is, so that of a running process can be read.
+
+    Raises:
+        RunError: ``path`` is no checkpoint.
+    """
+    path = path.absolute()
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        saved = _read_record(reader, path)["leaves"]
+        wanted = {leaf: 0 for leaf in saved if leaf.startswith(name + ".")}
+        arguments = ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args=dict.fromkeys(wanted, ocp.RestoreArgs(restore_type=np.ndarray)),
+            partial_restore=True,
+        )
+        try:
+            leaves = reader.restore(path, ocp.args.Composite(state=arguments))["state"]
+        except Exception as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
+    tree: dict[str, Any] = {}
+    for leaf, value in leaves.items():
+        *groups, last = leaf.split(".")[1:]
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = value
+    return tree
+
+
+def _read_record(reader: ocp.Checkpointer, path: Path) -> dict[str, Any]:
+    try:
+        return reader.restore(path, ocp.args.Composite(record=ocp.args.JsonRestore()))["record"]
+    except Exception as error:
+        raise RunError(f"{path} cannot be read as a checkpoint: {error}") from error
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
