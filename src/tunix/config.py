@@ -125,8 +125,10 @@ class JudgeConfig:
     """Column that holds the right answer, handed to the reward; may be absent."""
     system: str | None = None
     """System message put before each prompt."""
-    reward: str | None = None
-    """exact_match, last_number, regex:PATTERN or my_module:my_function; unset: the task's own."""
+    reward: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | str | None = None
+    """A reward's name, or several with their weights: '{"math": 1, "length:200": 0.1}'. exact_match
+    last_number math after:MARKER regex:PATTERN format:PATTERN length:TOKENS json_schema:FILE or
+    my_module:my_function; unset: the task's own."""
     environment: str | None = None
     """my_module:MyEnvironment; unset means one answer a task, judged by the reward."""
     reward_timeout: PositiveFloat = 30.0

@@ -51,6 +51,7 @@ class Trajectory:
     reward: float | None = None
     """Total reward; None where it is missing or was not finite: the sample leaves the loss."""
     reward_parts: dict[str, float] = field(default_factory=dict)
+    """What the total was made of, by name and before weights."""
     text: str = ""
     """The last answer, without the end-of-turn token."""
     messages: list[Message] = field(default_factory=list)

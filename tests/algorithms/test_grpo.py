@@ -6,6 +6,7 @@ import math
 import jax
 import numpy as np
 import pytest
+import yaml
 
 from tests.policies import tiny_policy
 from tunix.algorithms.language import grpo
@@ -111,6 +112,22 @@ def test_a_nan_reward_leaves_loss_and_statistics(tmp_path):
         assert row["invalid_samples"] == 2
         assert row["skipped_updates"] == 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(done.policy.params))
+
+
+def test_parts_are_logged_in_training_and_evaluation(tmp_path):
+    """Unweighted by name; the total, which is trained on, has the weights. Also from a file."""
+    weights = {"format:.*": 2.0, "length:3": -1.0}
+    done = grpo.train(
+        config(tmp_path / "r", reward=weights, steps=1), policy=tiny_policy(), tasks=tasks()
+    )
+    rows = (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()
+    for row, prefix in zip(map(json.loads, rows), ("evaluation/", "", "evaluation/"), strict=True):
+        assert row[f"{prefix}reward/format:.*"] == 1
+        assert 0 <= row[f"{prefix}reward/length:3"] < 1
+        total = 2 - row[f"{prefix}reward/length:3"]
+        assert row[f"{prefix}reward_mean"] == pytest.approx(total)
+    assert done.metrics[0]["invalid_samples"] == 0
+    assert yaml.safe_load((tmp_path / "r" / "config.yaml").read_text())["reward"] == weights
 
 
 def test_a_group_with_one_usable_sample_is_skipped(tmp_path):

@@ -1,6 +1,7 @@
 """Episodes and groups: what was sampled is what is recorded, and misbehaviour stays where it is."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ from tunix.errors import DataError
 from tunix.inference.engine import Engine
 from tunix.inference.request import SamplingParams
 from tunix.profiling.spans import Spans
+from tunix.rewards.resolve import WeightedReward
 from tunix.rollout.collector import Collector
 from tunix.rollout.episode import EpisodeRunner, request_seed, task_prompt
 from tunix.types import Task
@@ -40,6 +42,8 @@ def tasks(number=2):
 def collector(policy, engine, reward, environment=SingleTurn, size=4, timeout=20.0, **more):
     runner = EpisodeRunner(policy, engine, environment, 32, 48, timeout, Spans())
     sampling = SamplingParams(max_tokens=LIMIT, stop_ids=policy.stop_ids)
+    if not isinstance(reward, list):
+        reward = [] if reward is None else [WeightedReward("reward", reward)]
     return Collector(runner, reward, sampling, size, seed=3, **more)
 
 
@@ -124,6 +128,111 @@ def test_named_parts_are_added_up(policy, engine):
     group = collector(policy, engine, lambda task, episode: parts, size=1).collect(tasks(1))[0]
     assert group.rewards == [1.25]
     assert group.trajectories[0].reward_parts == parts
+
+
+def test_the_total_is_weighted_and_the_parts_are_not(policy, engine):
+    rewards = [
+        WeightedReward("one", lambda task, episode: 1.0, 2.0),
+        WeightedReward("two", lambda task, episode: {"a": 3.0, "b": -1}, 0.5),
+    ]
+    played = collector(policy, engine, rewards, size=1).collect(tasks(1))[0].trajectories[0]
+    assert played.reward == 2 * 1.0 + 0.5 * 3.0 - 0.5
+    assert played.reward_parts == {"one": 1.0, "a": 3.0, "b": -1.0}
+
+
+def test_two_parts_of_one_name_are_no_reward(policy, engine):
+    rewards = [WeightedReward(n, lambda task, episode: {"a": 1.0}) for n in ("one", "two")]
+    played = collector(policy, engine, rewards, size=1).collect(tasks(1))[0].trajectories[0]
+    assert (played.reward, played.error) == (None, "two rewards give a part 'a'")
+
+
+def test_a_missing_part_is_never_zero(policy, engine):
+    """One sample of one group lacks what all others of the step have; an empty reward is none."""
+
+    def reward(task, episode):
+        if (task.id, episode.sample) == ("t1", 2):
+            return {"right": 1.0}
+        return {"right": 1.0, "short": -5.0} if episode.sample else {}
+
+    groups = collector(policy, engine, reward).collect(tasks())
+    np.testing.assert_array_equal(
+        [g.valid for g in groups], [[False, True, True, True], [False, True, False, True]]
+    )
+    assert "'short' is missing" in groups[1].trajectories[2].error
+    assert "expected a part or more" in groups[0].trajectories[0].error
+
+
+class Paying(SingleTurn):
+    """Gives nothing to some episodes, which is a reward of 0 and no missing part."""
+
+    async def step(self, action):
+        return Step(reward=float("1" in action["content"]))
+
+
+def test_what_an_environment_gave_is_a_part(policy, engine):
+    group = collector(policy, engine, lambda task, episode: 2.0, Paying, size=8).collect(tasks(1))
+    assert group[0].valid.all()
+    for played in group[0].trajectories:
+        assert played.reward_parts["environment"] == float("1" in played.text)
+        assert played.reward == 2 + played.reward_parts["environment"]
+
+
+class Slow:
+    """Counts how many of its calls run at the same time; waits until all eight do."""
+
+    def __init__(self):
+        self.now = self.most = 0
+        self.all_here = threading.Barrier(8)
+
+    def __call__(self, task, episode):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        self.all_here.wait(timeout=20)
+        self.now -= 1
+        return 1.0
+
+
+def test_slow_rewards_run_at_the_same_time(policy, engine):
+    """Each of eight calls ends only once all eight run: one after another, none would."""
+    slow = Slow()
+    group = collector(policy, engine, slow, size=8).collect(tasks(1))[0]
+    assert group.valid.all()
+    assert slow.most == 8
+
+
+def test_async_rewards_share_the_loop(policy, engine):
+    waiting, threads = [], set()
+
+    async def judged(episode):
+        threads.add(threading.get_ident())
+        waiting.append(episode.sample)
+        while len(waiting) < 4:
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    async def reward(task, episode):
+        return await judged(episode)
+
+    for function in (reward, lambda task, episode: judged(episode)):
+        waiting.clear()
+        threads.clear()
+        assert collector(policy, engine, function).collect(tasks(1))[0].valid.all()
+        assert threads == {threading.get_ident()}
+
+
+def test_an_async_reward_that_hangs_stops_no_other(policy, engine):
+    async def reward(task, episode):
+        await asyncio.sleep(60 if episode.sample == 0 else 0)
+        return 1.0
+
+    async def own(task, episode):
+        raise TimeoutError("the judge is busy")
+
+    group = collector(policy, engine, reward, reward_timeout=0.3).collect(tasks(1))[0]
+    np.testing.assert_array_equal(group.valid, [False, True, True, True])
+    assert group.trajectories[0].error == "reward: none after 0.3 s"
+    group = collector(policy, engine, own).collect(tasks(1))[0]
+    assert group.trajectories[0].error == "reward: TimeoutError: the judge is busy"
 
 
 def test_an_async_reward_is_awaited(policy, engine):

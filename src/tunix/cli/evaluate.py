@@ -113,7 +113,7 @@ def make_evaluator(
     sampling = sampling_params(config, policy.stop_ids)
     collector = Collector(
         runner,
-        source.reward,
+        source.rewards,
         sampling,
         1,
         config.seed,

@@ -11,7 +11,8 @@ from tunix.types import Task, Trajectory
 Reward = Callable[[Task, Trajectory], Any]
 """``float``, or a dictionary of named parts that are added up; plain or async."""
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?")
+"""A minus behind a digit, letter or bracket subtracts; commas only part groups of three digits."""
 
 
 def exact_match(task: Task, episode: Trajectory) -> float:
@@ -22,7 +23,7 @@ def exact_match(task: Task, episode: Trajectory) -> float:
 def last_number(task: Task, episode: Trajectory) -> float:
     """1 where the last number in the answer's text equals ``task.answer`` as a number, else 0.
 
-    Thousands separators are dropped; 4, 4.0 and 4.00 are equal.
+    Thousands separators are dropped; 4, 4.0 and 4.00 are equal. ``3-5`` ends in 5, ``1,2`` in 2.
     """
     found = NUMBER.findall(episode.text)
     return float(bool(found) and _number(found[-1]) == _number(str(task.answer)))
@@ -62,8 +63,35 @@ def matches(pattern: str) -> Reward:
     return reward
 
 
+def has_format(pattern: str) -> Reward:
+    """Reward 1 where the whole text, stripped, matches; ``.`` also stands for a line break.
+
+    Raises:
+        re.error: the pattern is not a regular expression.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def reward(task: Task, episode: Trajectory) -> float:
+        return float(compiled.fullmatch(episode.text.strip()) is not None)
+
+    return reward
+
+
+def short(tokens: int) -> Reward:
+    """Reward ``min(1, max(0, 2 - n / tokens))`` for n tokens that the policy emitted.
+
+    1 up to ``tokens`` of them, falling linearly to 0 at twice as many; end-of-turn tokens count.
+    """
+
+    def reward(task: Task, episode: Trajectory) -> float:
+        return min(1.0, max(0.0, 2 - episode.completion_tokens / tokens))
+
+    return reward
+
+
 def _number(text: str) -> float | str:
+    text = text.strip()
     try:
-        return float(text.replace(",", ""))
+        return float(text.replace(",", "") if NUMBER.fullmatch(text) else text)
     except ValueError:
-        return text.strip()
+        return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import numbers
@@ -12,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from tunix.environments.base import SingleTurn
 from tunix.inference.request import SamplingParams
-from tunix.rewards.verifiable import Reward
+from tunix.rewards.resolve import WeightedReward
 from tunix.rollout.episode import EpisodeRunner, request_seed
-from tunix.rollout.threads import call_in_thread
+from tunix.rollout.threads import call
 from tunix.types import Group, Task, Trajectory
 
 CONCURRENT_REWARDS = 32
@@ -27,12 +29,14 @@ class Collector:
     """Plays ``size`` episodes of each task.
 
     A failed episode is replaced by a fresh sample of its task, up to ``retries`` times; then the
-    group is short: the sample stays in it with reward None, masked and counted. Groups come back
-    in the order of their tasks, never in that of their arrival.
+    group is short: the sample stays in it with reward None, masked and counted. So does one that
+    a reward fails on. Without ``rewards`` the environment judges; where it is one of its own, what
+    it gave is a part of the reward in any case. Groups come back in the order of their tasks,
+    never in that of their arrival.
     """
 
     runner: EpisodeRunner
-    reward: Reward | None
+    rewards: Sequence[WeightedReward]
     sampling: SamplingParams
     size: int
     seed: int
@@ -63,10 +67,12 @@ class Collector:
                 ]
         except BaseExceptionGroup as several:  # the first one says what is wrong
             raise several.exceptions[0] from None
-        return [
-            Group(task, [e.result() for e in group])
-            for (task, _), group in zip(tasks, episodes, strict=True)
-        ]
+        return with_all_parts(
+            [
+                Group(task, [e.result() for e in group])
+                for (task, _), group in zip(tasks, episodes, strict=True)
+            ]
+        )
 
     async def _episode(self, task: Task, epoch: int, sample: int) -> Trajectory:
         for attempt in range(self.retries + 1):
@@ -83,33 +89,66 @@ class Collector:
         return played
 
     async def _judge(self, task: Task, played: Trajectory) -> Trajectory:
-        if self.reward is None:
-            return checked(played, {"environment": played.reward})
-        try:
-            if inspect.iscoroutinefunction(self.reward):
-                async with asyncio.timeout(self.reward_timeout):
-                    given = await self.reward(task, played)
-            else:
-                async with self._gate, asyncio.timeout(self.reward_timeout):
-                    given = await call_in_thread(self.reward, task, played)
-        except TimeoutError:
-            return replace(played, reward=None, error=f"reward: none after {self.reward_timeout} s")
-        except Exception as error:
-            return replace(played, reward=None, error=f"reward: {type(error).__name__}: {error}")
-        parts = dict(given) if isinstance(given, dict) else {"reward": given}
-        if played.reward:
-            parts["environment"] = played.reward
+        parts: dict[str, tuple[Any, float]] = {}
+        if not self.rewards or self.runner.make_environment is not SingleTurn:
+            parts["environment"] = played.reward, 1.0
+        several = await asyncio.gather(*(self._parts(r, task, played) for r in self.rewards))
+        for reward, given in zip(self.rewards, several, strict=True):
+            if isinstance(given, str):
+                return replace(played, reward=None, error=given)
+            for name, value in given.items():
+                if name in parts:
+                    return replace(played, reward=None, error=f"two rewards give a part {name!r}")
+                parts[name] = value, reward.weight
         return checked(played, parts)
 
+    async def _parts(
+        self, reward: WeightedReward, task: Task, played: Trajectory
+    ) -> dict[str, Any] | str:
+        """The named parts that a reward gives, or why it gives none."""
+        on_loop = inspect.iscoroutinefunction(reward.function)
+        async with contextlib.nullcontext() if on_loop else self._gate:
+            time_limit = asyncio.timeout(self.reward_timeout)
+            try:
+                async with time_limit:
+                    given = await call(reward.function, task, played)
+            except Exception as error:
+                if time_limit.expired():
+                    return f"{reward.name}: none after {self.reward_timeout} s"
+                return f"{reward.name}: {type(error).__name__}: {error}"
+        return dict(given) if isinstance(given, dict) else {reward.name: given}
 
-def checked(played: Trajectory, parts: dict[str, Any]) -> Trajectory:
-    """Set the reward to the sum of its parts; None, with the reason, unless all are finite."""
-    for name, value in parts.items():
+
+def checked(played: Trajectory, parts: dict[str, tuple[Any, float]]) -> Trajectory:
+    """Set the reward to the weighted sum of its parts, given as (value, weight).
+
+    None, with the reason, unless there are parts and all are finite numbers.
+    """
+    total, known = 0.0, {}
+    for name, (value, weight) in parts.items():
         number = isinstance(value, numbers.Real | np.bool_) or (
             getattr(value, "shape", None) == () and np.isreal(value)
         )
-        if not number or not math.isfinite(float(value)):
+        if not number or not math.isfinite(float(value) * weight):
             reason = f"reward part {name!r} is {value!r:.60}; expected a finite number"
             return replace(played, reward=None, error=reason)
-    known = {name: float(value) for name, value in parts.items()}
-    return replace(played, reward=sum(known.values()), reward_parts=known)
+        known[name] = float(value)
+        total += float(value) * weight
+    if not known:
+        return replace(played, reward=None, error="the reward is {}; expected a part or more")
+    return replace(played, reward=total, reward_parts=known)
+
+
+def with_all_parts(groups: Sequence[Group]) -> list[Group]:
+    """Take the reward from samples that lack a part which others have: it would count as 0."""
+    judged = [t for group in groups for t in group.trajectories if t.reward is not None]
+    names = {name for t in judged for name in t.reward_parts}
+
+    def kept(played: Trajectory) -> Trajectory:
+        missing = sorted(names - played.reward_parts.keys())
+        if played.reward is None or not missing:
+            return played
+        reason = f"reward part {missing[0]!r} is missing, which other samples of the step have"
+        return replace(played, reward=None, error=reason)
+
+    return [Group(group.task, [kept(t) for t in group.trajectories]) for group in groups]

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
+
+
+async def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call user code: a coroutine function on the loop, any other in a thread of its own.
+
+    Where the result is awaitable, it is awaited on the loop.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    result = await call_in_thread(function, *arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def call_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,8 @@ class Evaluator:
 
         ``success`` is the share of judged episodes whose reward reached ``success_reward``, with
         its 95% interval (``success_low``, ``success_high``); ``tasks`` counts the judged episodes,
-        ``invalid_samples`` those without a usable reward, which are in no other number.
+        ``invalid_samples`` those without a usable reward, which are in no other number;
+        ``reward/NAME`` is as ``part_means``.
         """
         groups = self.collector.collect([(task, EVALUATION_EPOCH) for task in self.tasks])
         played = [(g.task, t) for g in groups for t in g.trajectories]
@@ -56,8 +58,14 @@ class Evaluator:
             "completion_tokens_mean": float(np.mean(lengths)) if judged else math.nan,
             "tasks": float(len(judged)),
             "invalid_samples": float(len(played) - len(judged)),
-        }
+        } | part_means(judged)
         return metrics, [sample_record(task, t) for task, t in played]
+
+
+def part_means(judged: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each named part of the reward, unweighted, as ``reward/NAME``."""
+    names = sorted(judged[0].reward_parts.keys() - {"reward"}) if judged else []
+    return {f"reward/{n}": float(np.mean([t.reward_parts[n] for t in judged])) for n in names}
 
 
 def sample_record(task: Task, played: Trajectory) -> dict[str, Any]:

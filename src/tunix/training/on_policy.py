@@ -22,11 +22,11 @@ from tunix.inference.engine import Engine
 from tunix.inference.request import check_context, sampling_params
 from tunix.losses.aggregate import Aggregate, token_weights
 from tunix.models.policy import Policy
-from tunix.rewards.resolve import import_object, resolve_reward
+from tunix.rewards.resolve import WeightedReward, import_object, resolve_rewards
 from tunix.rewards.verifiable import Reward
 from tunix.rollout.collector import Collector
 from tunix.rollout.episode import EpisodeRunner, task_prompt
-from tunix.training.evaluation import Evaluator, sample_record
+from tunix.training.evaluation import Evaluator, part_means, sample_record
 from tunix.training.learner import LossFunction
 from tunix.training.loop import Observer, TrainingRun
 from tunix.training.run_folder import RunFolder
@@ -45,7 +45,8 @@ class TaskSource:
 
     training: list[Task]
     held_out: list[Task]
-    reward: Reward | None
+    rewards: Sequence[WeightedReward]
+    """None of them: the environment judges."""
     make_environment: Callable[[], Environment]
 
 
@@ -63,16 +64,20 @@ def task_source(
     training, held_out, own_reward = _tasks(config, tasks)
     if environment is None and config.environment is not None:
         environment = import_object(config.environment, "environment")
-    if reward is None and config.reward is not None:
-        reward = resolve_reward(config.reward)
-    if reward is None and environment is None:
+    if reward is None and environment is None and config.reward is None:
         reward = own_reward
-    if reward is None and environment is None:
+    if reward is not None:
+        rewards = [WeightedReward("reward", reward)]
+    elif config.reward is not None:
+        rewards = resolve_rewards(config.reward)
+    elif environment is not None:
+        rewards = []
+    else:
         raise ConfigError(
             "reward: nothing judges the answers; set reward (exact_match, last_number, "
             "regex:PATTERN, my_module:my_function) or environment"
         )
-    return TaskSource(training, held_out, reward, environment or SingleTurn)
+    return TaskSource(training, held_out, rewards, environment or SingleTurn)
 
 
 def _tasks(
@@ -193,7 +198,7 @@ class OnPolicyRun(TrainingRun[PolicyGradientConfig]):
         sampling = sampling_params(config, self.policy.stop_ids)
         self.collector = Collector(
             runner,
-            source.reward,
+            source.rewards,
             sampling,
             config.group_size,
             config.seed,
@@ -321,7 +326,7 @@ def rollout_metrics(groups: Sequence[Group], success_reward: float) -> dict[str,
     rewards = np.array([t.reward for t in judged], np.float64)
     lengths = np.array([t.completion_tokens for t in judged], np.float64)
     equal = [g for g in groups if g.valid.any() and np.ptp(g.rewards[g.valid]) == 0]
-    metrics = {
+    return {
         "reward_mean": float(rewards.mean()) if judged else float("nan"),
         "reward_std": float(rewards.std()) if judged else float("nan"),
         "success": float((rewards >= success_reward).mean()) if judged else float("nan"),
@@ -330,12 +335,7 @@ def rollout_metrics(groups: Sequence[Group], success_reward: float) -> dict[str,
         "truncated_samples": float(sum(t.status == "truncated" for t in played)),
         "invalid_samples": float(len(played) - len(judged)),
         "equal_reward_groups": float(len(equal)),
-    }
-    names = {name for t in judged for name in t.reward_parts}
-    for name in sorted(names - {"reward"}):
-        parts = [t.reward_parts[name] for t in judged if name in t.reward_parts]
-        metrics[f"reward/{name}"] = float(np.mean(parts))
-    return metrics
+    } | part_means(judged)
 
 
 def _check_sizes(config: PolicyGradientConfig, policy: Policy, minimum_group: int) -> None:
