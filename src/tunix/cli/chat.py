@@ -147,6 +147,7 @@ class Chat:
                 for token in piece.tokens:
                     drawn.append(token)
                     self._write(text.push(token))
+                    await asyncio.sleep(0)  # Ctrl-C acts here even where the engine is far ahead
                 if piece.completion is not None:
                     reason = piece.completion.finish_reason
         finally:
