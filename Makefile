@@ -85,6 +85,7 @@ docs: .venv/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 constraints: .venv/dev .venv/docs
+	@$(INSTALL) -e '.[tracking]'
 	@echo "writing the installed versions to constraints.txt"
 	@{ head -n 1 constraints.txt; $(BIN)/pip freeze --exclude-editable; } > constraints.new
 	@mv constraints.new constraints.txt

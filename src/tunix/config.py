@@ -38,6 +38,8 @@ class RunConfig:
     """How many of the newest checkpoints are kept; the best one by evaluation is kept besides."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
+    trackers: list[Literal["wandb", "mlflow"]] = field(default_factory=list)
+    """Also send the metrics to these: '["wandb", "mlflow"]'."""
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """What the terminal shows; auto is live in a terminal and plain lines in a pipe."""
 

@@ -1,1 +1,1 @@
-"""Metric sinks: `metrics.jsonl`, TensorBoard."""
+"""Metric sinks: `metrics.jsonl`, TensorBoard, trackers."""

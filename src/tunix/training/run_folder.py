@@ -6,6 +6,7 @@ metrics.jsonl      one line a step or evaluation
 samples.jsonl      what was asked, answered and given, for people
 checkpoints/       for --resume
 events.*           the metrics once more, for TensorBoard
+wandb/ mlflow.db   the same for trackers, with wandb_id.txt and mlflow_id.txt to go on by
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,18 @@ import yaml
 
 from tunix.errors import ConfigError, RunError
 from tunix.metrics.sinks import JsonLines, TensorBoard
+from tunix.metrics.trackers import TrackerThread, check_installed, open_tracker
 
 FREE_ON_RESUME = frozenset(
-    {"run_folder", "resume", "console", "tensorboard", "checkpoint_interval", "keep_checkpoints"}
+    {
+        "run_folder",
+        "resume",
+        "console",
+        "tensorboard",
+        "trackers",
+        "checkpoint_interval",
+        "keep_checkpoints",
+    }
 )
 """Config fields that a resumed run may change, since they do not change its numbers."""
 
@@ -50,14 +61,16 @@ class RunFolder:
     ``warn`` is called with a text where something that does not stop the run goes wrong.
     """
 
-    def __init__(self, path: Path, lock: int, tensorboard: bool):
+    def __init__(self, path: Path, lock: int, config: Any):
         self.path = path
         self.warn: Callable[[str], None] = _warn
         self._lock = lock
         self._metrics = JsonLines(path / "metrics.jsonl")
         self._samples = JsonLines(path / "samples.jsonl")
         self._tensorboard: TensorBoard | None = None
-        self._wants_tensorboard = tensorboard
+        self._wants_tensorboard = getattr(config, "tensorboard", False)
+        self._config = _plain_config(config)
+        self._trackers: list[TrackerThread] | None = None
         self._purge_step: int | None = None
 
     @classmethod
@@ -69,9 +82,11 @@ class RunFolder:
         Without a path it is ``runs/COMMAND-DATE-TIME``. ``config`` is a dataclass.
 
         Raises:
-            ConfigError: ``resume`` without a path, or with a config that differs from the run's.
+            ConfigError: ``resume`` without a path, or with a config that differs from the run's;
+                the library of a tracker is missing.
             RunError: in use, already holding a run, or not writable.
         """
+        check_installed(getattr(config, "trackers", ()))
         if path is None:
             if resume:
                 raise ConfigError("resume: run_folder is not set; name the folder of the run")
@@ -89,7 +104,7 @@ class RunFolder:
         try:
             _check_before(path, command, config, resume)
             _write_records(path, command, config, resume)
-            return cls(path, lock, getattr(config, "tensorboard", False))
+            return cls(path, lock, config)
         except OSError as error:
             os.close(lock)
             raise _unwritable(path, error) from None
@@ -100,11 +115,12 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.close(failed=kind is not None)
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Append one line to ``metrics.jsonl`` and, by its ``step``, to TensorBoard.
+        """Append one line to ``metrics.jsonl`` and, by its ``step``, to TensorBoard
+        and the trackers.
 
         NaN and infinity become null.
 
@@ -113,8 +129,11 @@ class RunFolder:
         """
         with self._writing(self._metrics):
             self._metrics.append(row)
-        if self._wants_tensorboard and "step" in row:
-            self._append_events(row)
+        if "step" in row:
+            numbers = {k: float(v) for k, v in row.items() if _is_number(v) and k != "step"}
+            if self._wants_tensorboard:
+                self._append_events(int(row["step"]), numbers)
+            self._track(int(row["step"]), numbers)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Rows of ``metrics.jsonl``; null becomes NaN again."""
@@ -157,8 +176,15 @@ class RunFolder:
         recorded = json.loads((self.path / "environment.json").read_text())
         return datetime.datetime.fromisoformat(recorded["time"])
 
-    def close(self) -> None:
-        """Close the files and give the folder free; safe to call twice."""
+    def close(self, failed: bool = False) -> None:
+        """Close the files and give the folder free; safe to call twice.
+
+        Trackers are told whether the run ``failed``; each is waited for a minute at most.
+        """
+        for tracker in self._trackers or ():
+            tracker.close(failed)
+        self._drop_faulty_trackers()
+        self._trackers = []
         if self._tensorboard is not None:
             with contextlib.suppress(Exception):
                 self._tensorboard.close()
@@ -169,12 +195,28 @@ class RunFolder:
             os.close(self._lock)
             self._lock = -1
 
-    def _append_events(self, row: Mapping[str, Any]) -> None:
+    def _track(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._trackers is None:  # opened late: a run that computes nothing leaves nothing there
+            self._trackers = [
+                TrackerThread(name, partial(open_tracker, name, self.path, self._config))
+                for name in dict.fromkeys(self._config.get("trackers", ()))
+            ]
+        for tracker in self._trackers:
+            tracker.append(step, numbers)
+        self._drop_faulty_trackers()
+
+    def _drop_faulty_trackers(self) -> None:
+        for tracker in list(self._trackers or ()):
+            fault = tracker.fault()
+            if fault is not None and self._trackers is not None:
+                self._trackers.remove(tracker)
+                self.warn(f"no more metrics go to {tracker.name}: {fault}")
+
+    def _append_events(self, step: int, numbers: Mapping[str, float]) -> None:
         try:
             if self._tensorboard is None:
                 self._tensorboard = TensorBoard(self.path, self._purge_step)
-            numbers = {k: float(v) for k, v in row.items() if _is_number(v) and k != "step"}
-            self._tensorboard.append(int(row["step"]), numbers)
+            self._tensorboard.append(step, numbers)
         except Exception as error:  # a view of the metrics, not the metrics: the run goes on
             self._wants_tensorboard = False
             self.warn(f"no more TensorBoard events are written: {type(error).__name__}: {error}")
