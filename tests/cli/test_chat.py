@@ -101,7 +101,12 @@ def test_control_c_ends_the_answer_and_not_the_chat(model, monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("1=\n2="))
     monkeypatch.setattr(sys, "stdout", Interrupting())
-    chat.run(chat.ChatConfig(model=model, max_prompt_tokens=400, max_completion_tokens=100))
+    # a worker of pytest-xdist ignores the signal
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        chat.run(chat.ChatConfig(model=model, max_prompt_tokens=400, max_completion_tokens=100))
+    finally:
+        signal.signal(signal.SIGINT, before)
     first, second = sys.stdout.getvalue().splitlines()
     assert first
     assert second

@@ -133,7 +133,7 @@ def test_an_episode_keeps_every_id_and_the_text_before_the_stop_string(tiny_conf
 
     def play(sampling):
         runner = EpisodeRunner(policy, engine, SingleTurn, 16, 64, 20.0, Spans())
-        return Collector(runner, None, sampling, 16, seed=0).collect([(task, 0)])[0].trajectories
+        return Collector(runner, (), sampling, 16, seed=0).collect([(task, 0)])[0].trajectories
 
     with Engine(tiny_config, policy.params, tokenizer=policy.tokenizer, **SIZES) as engine:
         stopped = 0
